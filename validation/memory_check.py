@@ -178,15 +178,25 @@ CHECKS = (
 )
 
 
-def wrapped_check(runtime: str, model: str, num_gpus: int, microbatches: int, **words: object) -> Check:
-    """Return the check of a model whose GPUs are replicas, or share everything by ZeRO-3; ``words`` of either."""
-    shape = words.pop("shape", {})
-    layers, attention = words.pop("layers", 0), words.pop("attention", "flash")
-    degrees = {"dp": num_gpus, "overlap_gradient_sync": True, **words} if num_gpus > 1 else words
-    if runtime != VALUED:
-        degrees.setdefault("zero", 3)
-    batch = num_gpus * microbatches * words["microbatch"]  # type: ignore[operator]
-    return Check(model, num_gpus, batch, degrees, (0,), runtime, attention, layers, shape)  # type: ignore[arg-type]
+def wrapped_check(
+    runtime: str,
+    model: str,
+    num_gpus: int,
+    microbatches: int,
+    *,
+    microbatch: int,
+    layers: int = 0,
+    shape: Mapping[str, int] | None = None,
+    attention: str = "flash",
+    **degrees: object,
+) -> Check:
+    """Return the check of a model whose GPUs are replicas, or share everything by ZeRO-3."""
+    own: dict[str, object] = {} if runtime == VALUED else {"zero": 3}
+    if num_gpus > 1:
+        own |= {"dp": num_gpus, "overlap_gradient_sync": True}
+    words = {**own, "microbatch": microbatch, **degrees}
+    batch = num_gpus * microbatches * microbatch
+    return Check(model, num_gpus, batch, words, (0,), runtime, attention, layers, shape or {})
 
 
 LLAMA = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 688, "seq_len": 256, "vocab": 512}

@@ -23,9 +23,8 @@ from validation.storage_tracer import Marks, StorageTracer, TracedMemory, summar
 from validation.wrapped_model import WRAPPERS, WholeModel, autocasting, begin_microbatch
 
 ITERATIONS = 2
-NEEDS_VALUES = ("pytorch-ddp",)
-"""Runtimes whose wrapper does not work without data."""
-WITHOUT_ZERO = ("pytorch-ddp",)
+DDP = "pytorch-ddp"
+"""The runtime whose wrapper shards nothing, and does not work without data."""
 STAYS_GATHERED = ("pytorch-fsdp2",)
 """Runtimes whose plans may keep what ZeRO-3 gathers (the first FSDP cannot without data)."""
 KERNELS: Mapping[str, dict[str, Any]] = {
@@ -52,13 +51,13 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
         raise ValueError(f"runtime must be one of {', '.join(WRAPPERS)}, got {name}")
     canonical = _replicated(plan, problem)
     count, tracer, marks = len(canonical.devices), StorageTracer(), Marks()
-    without_data = nullcontext() if name in NEEDS_VALUES else FakeTensorMode()
+    without_data = nullcontext() if name == DDP else FakeTensorMode()
     with fake_processes(0, count), as_on_cuda(), without_data, tracer:
         model = WholeModel(problem, canonical.microbatch_size // count, canonical.stages[0].recompute)
         model.on_bucket = lambda bucket: marks.gradients.add(tracer.see(bucket))
         begun = len(tracer.events)
         wrapped = WRAPPERS[name](model, problem, canonical)
-        if name not in WITHOUT_ZERO:
+        if name != DDP:
             begun = len(tracer.events)  # Whole parameters have gone.
         optimizer = torch.optim.AdamW(wrapped.parameters(), **KERNELS[problem.runtime.optimizer_kernels])
         first = begun
@@ -71,7 +70,7 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
 def _replicated(plan: Plan, problem: Problem) -> Plan:
     """Return a plan in canonical form, if the wrapper of its runtime can do what it says."""
     canonical, name = validate(plan, problem), problem.runtime.name
-    count, zero = len(canonical.devices), 3 * (name not in WITHOUT_ZERO)
+    count, zero = len(canonical.devices), 3 * (name != DDP)
     axes = {
         tuple((axis.split, axis.size, axis.zero) for axis in found) for _, found in canonical.stages[0].shardings
     }

@@ -41,7 +41,7 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
         op = workload.operators[operators[-1]]
         saved = {ref for ref, _ in view.cost(operators[-1]).saved}
         if any(f"input:{position}" in saved for position in view.sliced_inputs(operators[-1])):
-            break
+            break  # It copies a part, which nothing else makes.
         if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
             break
         operators.pop()

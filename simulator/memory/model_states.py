@@ -26,7 +26,7 @@ class StaticBytes:
         handed: For each of the gradients its operator and elements where it is one that a product made
             (``Runtime.hands_over_gradients``), else None; what is reduced is copied into a buffer that stays.
         gradients_anew: By unit, bytes of gradients that do not outlive an iteration: the first backward pass makes
-            them. Shards of a unit are one tensor.
+            them. Shards of a unit are one tensor, and so is what is flat (``Runtime.flattens_sharded``).
         step_workspace: Bytes per parameter tensor that live only during the optimizer step.
         refreshed: Bytes of each tensor that gathering updated parameters takes: all chunks, all gathered, and the
             largest cut out; beside sums of gradients that are still there (``Runtime.scatters_anew``).
@@ -68,7 +68,7 @@ def static_bytes(
     handed: list[tuple[int, int] | None] = []
     made_bytes = runtime.implementation.activation_bytes
     anew = dict[int, list[int]]()
-    shards_anew = dict[int, int]()
+    joined_anew = dict[int, int]()
     chunks = gathered_again = largest = 0.0
     still_there: list[int] = []
     for group in groups:
@@ -83,13 +83,13 @@ def static_bytes(
         if joined and not scattered:
             gradient_bytes = min(gradient_bytes, made_bytes)  # They stay as the products made them until they travel.
         size = int(elements * gradient_bytes / (shards if scattered else 1))
-        if group.is_replicated and not group.scattered:
+        if runtime.bucket_bytes and group.is_replicated and not group.scattered:
             gradients.append(int(elements * runtime.bucket_bytes))
             handed.append(None)
         if runtime.frees_gradients == "all" or (scattered and runtime.frees_gradients == "scattered"):
             unit = costs.unit_parts[group.operator]
             if scattered or joined:
-                shards_anew[unit] = shards_anew.get(unit, 0) + size
+                joined_anew[unit] = joined_anew.get(unit, 0) + size
             else:
                 anew.setdefault(unit, []).append(size)
         else:
@@ -110,7 +110,7 @@ def static_bytes(
             largest = max(largest, elements * runtime.parameter_bytes)
             still_there.append(int(sums))
     refreshed = [*still_there, int(chunks), int(gathered_again), int(largest)]
-    for unit, size in shards_anew.items():
+    for unit, size in joined_anew.items():
         anew.setdefault(unit, []).append(size)
     made = {unit: tuple(sizes) for unit, sizes in anew.items()}
     return StaticBytes(parameters, gradients, handed, made, masters, moments, workspace, refreshed)

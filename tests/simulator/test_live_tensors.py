@@ -83,7 +83,8 @@ class Watched(StageMemory):
                 found.add(f"{copied[name]} in {(segment.start, segment.stop)}" if segment else copied[name])
                 continue
             if not is_private(name) and self.view.saves_gathered(index, name):
-                continue  # Whole, as it was gathered, for as long as the operator needs it.
+                found |= set() if segment else {f"{op.name}/gathered input {op.inputs.index(name)}"}
+                continue
             parted = not with_inputs and ends_at_parting(workload, index, name)
             if size and name not in workload.input_names and not parted:
                 made_again = not is_private(name) and workload.producer.get(name, -1) in segment
