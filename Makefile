@@ -50,7 +50,7 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(PIP) -e '.[test,validation,distributed]'
+	$(PIP) -e '.[test,validation,distributed,megatron]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

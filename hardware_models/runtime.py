@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hardware_models.schema import Bytes, BytesPerParameter, Seconds, SomeBytesPerParameter, Text
-from workloads.kinds.base import Implementation
+from workloads.kinds.base import DTYPE_BYTES, Implementation
 
 Attention = Literal["plain", "flash"]
 Reduce = Literal["last", "every"]
@@ -116,6 +116,8 @@ class Runtime:
             ``none``, ``scattered`` (those that ZeRO-2 and 3 reduce in each pass) or ``all``.
         moments_at_first_step: The optimizer's moments are made when it first steps, in what the first iteration's
             activations left (torch.optim; Apex's FusedAdam, of which deepspeed 0.5.10 has a copy); else before.
+        tied_gradients_wait: Gradients of a weight that several operators of a stage use are added up before they are
+            handed over, the first of them waiting for the others (autograd); else each is added at once.
         refreshes_in_place: What ZeRO-1 and 2 gather after the optimizer step lands in the parameters; else in a buffer
             for all of them, from which it is copied.
         refreshes_in_forward: What ZeRO-1 and 2 gather after the optimizer step travels beside the next forward pass, as
@@ -220,11 +222,19 @@ class Runtime:
     keeps_gathered_shards: bool = False
     copies_parts: bool = False
     moments_at_first_step: bool = True
+    tied_gradients_wait: bool = True
 
     @property
     def state_bytes_per_parameter(self) -> float:
         """Bytes per parameter that live through the whole iteration."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def tied_gradient_bytes(self) -> int:
+        """Bytes per element of a gradient that waits (``tied_gradients_wait``); under autocast it was cast back."""
+        if not self.tied_gradients_wait:
+            return 0
+        return DTYPE_BYTES["fp32"] if self.implementation.autocast else self.implementation.activation_bytes
 
     @property
     def travelling_gradient_bytes(self) -> int:

@@ -25,6 +25,7 @@ class LayerMemory(NamedTuple):
         waiting_peak_bytes: The same with weight gradients of the operators behind, as they wait where those of a layer
             are joined before they are scattered (``Runtime.waiting_gradient_share``).
         again_peak_bytes, again_waiting_peak_bytes: Both where the core is computed again.
+        early_peak_bytes, again_early_peak_bytes: The most of operators before the last one that has a tied parameter.
         output_bytes: What leaves the layer.
         unkept_output_bytes: All that later layers read and nothing here keeps.
         far_input_bytes: What it reads of layers before the one before it (an encoder's output). The first layer that
@@ -41,6 +42,8 @@ class LayerMemory(NamedTuple):
     waiting_peak_bytes: float
     again_peak_bytes: float
     again_waiting_peak_bytes: float
+    early_peak_bytes: float
+    again_early_peak_bytes: float
     output_bytes: float
     unkept_output_bytes: float
     far_input_bytes: float
@@ -167,11 +170,15 @@ class LayerWalk:
             again_held += outside[index] if index == self.core[0] else 0.0
             ends = made + (gradients if index < last else 0.0)
             again_peaks[index] = again_held + again + needed[index] + ends
+        tied = [i for i in self.operators if any(p.tie is not None for p in self.workload.parameters(i))]
+        early = range(self.start, tied[-1]) if tied else ()
         return {
             "peak_bytes": max(peaks.values()),
             "waiting_peak_bytes": self._with_waiting(peaks),
             "again_peak_bytes": max(again_peaks.values()),
             "again_waiting_peak_bytes": self._with_waiting(again_peaks),
+            "early_peak_bytes": max((peaks[index] for index in early), default=0.0),
+            "again_early_peak_bytes": max((again_peaks[index] for index in early), default=0.0),
         }
 
     def _needed(self) -> dict[int, float]:

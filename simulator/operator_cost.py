@@ -8,7 +8,7 @@ from functools import cached_property
 
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective
 from simulator.segments import Segment
-from workloads.kinds.base import RESULTS, Parameter
+from workloads.kinds.base import GRADIENTS, RESULTS, Parameter
 
 SizedStep = tuple[str, int]
 """A name, and bytes: above 0 taken, 0 made, below given back."""
@@ -112,18 +112,23 @@ class OperatorCost:
         return (*self.workspace_weight, *(count * bytes_per_element for count in self.gradients_apart))
 
     def beside_input_gradients(self, made_bytes: float, size_of: Callable[[float], float] = float) -> float:
-        """Return the most that lives while input gradients are made, beyond these.
+        """Return the most that lives while input gradients are made, beyond these: gradients of outputs, and buffers.
 
         Args:
             made_bytes: Of input gradients.
             size_of: What a tensor takes of the bytes asked for.
         """
-        live: dict[str, float] = {}
-        most = 0.0
+        live: dict[str, float] = {GRADIENTS: sum(map(size_of, self.output_bytes))}
+        most = live[GRADIENTS]
         for name, size in self.steps_backward:
             live[name] = made_bytes if name == RESULTS else size_of(max(size, 0))
             most = max(most, sum(live.values()))
         return max(most - made_bytes, 0.0)
+
+    @property
+    def given_back_bytes(self) -> float:
+        """Of the gradients of outputs, what is given back before backward is through."""
+        return sum(self.output_bytes) if any(name == GRADIENTS for name, _ in self.steps_backward) else 0.0
 
     def contains(self, item: MeshCollective) -> bool:
         """Return whether the durations contain a collective that the operator owns.

@@ -22,20 +22,27 @@ _Function: Any = torch.autograd.Function
 
 
 @contextmanager
-def fake_processes(rank: int, world_size: int) -> Iterator[str | None]:
-    """Make this process one rank of a process group in which every collective is done at once."""
+def fake_processes(rank: int, world_size: int, *, alone: bool = False) -> Iterator[str | None]:
+    """Make this process one rank of a process group in which every collective is done at once.
+
+    Args:
+        rank: Which.
+        world_size: How many; one needs no process group.
+        alone: Make it all the same.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ValueError("memory is traced in a process without a process group, but there is one; use another process")
+    is_group = alone or world_size > 1
     forget_shared()
     try:
-        if world_size > 1:
+        if is_group:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        yield "fake" if world_size > 1 else None
+        yield "fake" if is_group else None
     finally:
         forget_shared()
-        if world_size > 1:
+        if is_group:
             dist.destroy_process_group()
 
 
@@ -70,7 +77,14 @@ class _Sent:
 
 
 @contextmanager
+def norms_as_on_cuda() -> Iterator[None]:
+    """Norms keep what they do on CUDA."""
+    with patch.object(F, "rms_norm", _norm_as_on_cuda):
+        yield
+
+
+@contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Norms keep what they do on CUDA, and what is sent has arrived."""
-    with patch.object(F, "rms_norm", _norm_as_on_cuda), patch.object(dist, "isend", lambda *_, **__: _Sent()):
+    with norms_as_on_cuda(), patch.object(dist, "isend", lambda *_, **__: _Sent()):
         yield

@@ -274,11 +274,12 @@ def compare(check: Check) -> list[Compared]:
     wrapped = check.is_wrapped
     for traced in [trace_wrapped(plan, problem)] if wrapped else trace_memory(plan, problem, check.devices):
         (memory,) = [one for one in result.memory if traced.device in result.graph.device_members[one.device]]
-        found.append(_compared(check, memory, traced))
+        found.append(compared(check, memory, traced))
     return found
 
 
-def _compared(check: Check, memory: DeviceMemory, traced: TracedMemory) -> Compared:
+def compared(check: Check, memory: DeviceMemory, traced: TracedMemory) -> Compared:
+    """Return what was predicted of a device beside what was traced."""
     predicted = {name: memory.consumers.get(name, 0) for name in STATES}
     predicted[ACTIVATIONS] = memory.peak_allocated_bytes - sum(predicted.values())
     where = memory.peak_where, traced.peak_where
@@ -303,6 +304,20 @@ def table(rows: list[Compared]) -> str:
     return "\n".join(lines)
 
 
+def closing_words(rows: list[Compared]) -> str:
+    """Return how far rows are off together: live bytes, then reserved ones."""
+    plans = counted(len({str(row.check) for row in rows}), "plan")
+
+    def words(errors: list[float], places: int) -> str:
+        worst = max(range(len(rows)), key=lambda number: abs(errors[number]))
+        mean, at = sum(map(abs, errors)) / len(rows), f"{rows[worst].check}, device {rows[worst].device}"
+        return f"mean absolute error {100 * mean:.{places}f} %, worst {100 * errors[worst]:+.{places}f} % ({at})"
+
+    live = words([row.error for row in rows], 2)
+    reserved = words([row.reserved_error for row in rows], 1)
+    return f"{plans}, {counted(len(rows), 'device')}: {live}\nreserved: {reserved}"
+
+
 def main() -> None:
     """Print the table of all checks, or of random ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -317,18 +332,8 @@ def main() -> None:
     drawn = list(islice(random_checks(Random(given.seed)), given.random))
     checks = drawn or (WRAPPED if given.wrapped else CHECKS)
     rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
-    worst = max(rows, key=lambda row: abs(row.error))
-    mean = sum(abs(row.error) for row in rows) / len(rows)
     print(table(rows))
-    print(
-        f"{counted(len(checks), 'plan')}, {counted(len(rows), 'device')}: mean absolute error {100 * mean:.2f} %, ",
-        end="",
-    )
-    print(f"worst {100 * worst.error:+.2f} % ({worst.check}, device {worst.device})")
-    worst = max(rows, key=lambda row: abs(row.reserved_error))
-    mean = sum(abs(row.reserved_error) for row in rows) / len(rows)
-    print(f"reserved: mean absolute error {100 * mean:.1f} %, ", end="")
-    print(f"worst {100 * worst.reserved_error:+.1f} % ({worst.check}, device {worst.device})")
+    print(closing_words(rows))
 
 
 if __name__ == "__main__":

@@ -204,12 +204,13 @@ class CostModelOracle(Oracle):
         elements = float(table.elements[first, last]) - twice
         sharded = float(table.sharded_elements[first, last]) - sharded_twice
         per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
+        waiting = twice * self.costs.problem.runtime.tied_gradient_bytes if self.zero < 2 else 0.0
         return StageCost(
             float(table.seconds[first, last]),
             elements * per_element + sharded * per_sharded,
             float(kept[first, last]),
             received + sent,
-            max(each.working_bytes for each in needs),
+            max(each.working_bytes for each in needs) + waiting,
             (sharded if self.zero else elements) * self.costs.problem.runtime.optimizer_workspace_bytes,
         )
 

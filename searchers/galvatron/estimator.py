@@ -7,7 +7,7 @@ slower by the device's overlap factors.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from hardware_models.crowding import together_s, unlike_groups
@@ -160,6 +160,7 @@ class Estimator:
         share = runtime.waiting_gradient_share
         scatters = shards > 1 and not accumulates
         peak_bytes = memory.again_peak_bytes if strategy.checkpoint else memory.peak_bytes
+        early_bytes = memory.again_early_peak_bytes if strategy.checkpoint else memory.early_peak_bytes
         if scatters and share is not None:
             peak_bytes = memory.again_waiting_peak_bytes if strategy.checkpoint else memory.waiting_peak_bytes
             peak_bytes = max(peak_bytes, (1.0 + share) * elements * travelling)
@@ -179,8 +180,25 @@ class Estimator:
             sent_bytes=memory.unkept_output_bytes if runtime.keeps_stage_outputs else 0.0,
             received_bytes=memory.far_input_bytes,
             buffer_bytes=memory.buffer_bytes,
+            early_bytes=early_bytes - forward_bytes + gathered_bytes,
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
+
+    def waiting_bytes(self, holder: Layer, ties: Collection[str], strategy: Strategy) -> float:
+        """Return bytes of tied gradients that wait for a layer's, while others of their stage go backward.
+
+        Args:
+            holder: The layer.
+            ties: Of its parameters, those that a later layer of the stage made gradients of.
+            strategy: Of the layer; what is sharded is whole in any case.
+        """
+        if not ties or strategy.sharded > 1 or self.released:
+            return 0.0
+        try:
+            parameters = self.profiles.parameters(holder.kind, strategy.tensor)
+        except ValueError:  # the degree does not divide this layer
+            return 0.0
+        return float(sum(parameters[tie] for tie in ties) * self.problem.runtime.tied_gradient_bytes)
 
     def tied_layouts(self, layer: Layer, strategy: Strategy) -> Mapping[str, Hashable]:
         """Return how a layer lays its tied parameters out: layers of a stage that agree in this hold one once.

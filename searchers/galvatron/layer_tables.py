@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,7 @@ class LayerTables:
         several = cut.parts > 1
         released = self.estimator.released is not None
         timed = self.estimator.released_time
+        waits, own_ties = self._waits([group[0] for group in groups], ties)
         for number, (group, known) in enumerate(zip(groups, ties, strict=True)):
             row = self._row(group[0], cut.samples, several, known)
             last_row = row if cut.last is None else self._row(group[0], cut.last, several, known)
@@ -88,7 +90,13 @@ class LayerTables:
                         kept[number, place] += held * found.received_bytes
                     if sends and number == len(groups) - 1 and not released:
                         kept[number, place] += held * found.sent_bytes
-                    backward[number, place] = found.backward_bytes * (held if released else 1)
+                    own = self.estimator.waiting_bytes(group[0], own_ties[number], self.strategies[place])
+                    most = max(found.backward_bytes, found.early_bytes + own) if own else found.backward_bytes
+                    backward[number, place] = most * (held if released else 1)
+                    backward[number, place] += sum(
+                        self.estimator.waiting_bytes(holder, shared, self.strategies[place])
+                        for holder, shared in waits[number]
+                    )
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         if timed is not None:
@@ -100,6 +108,68 @@ class LayerTables:
             if apart is not None:
                 transition[number] += self._transition(before, apart, several)
         return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
+
+    def costs_of(
+        self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
+    ) -> list[LayerCost] | None:
+        """Return what the layers of a stage cost together, or None where one cannot be cut so.
+
+        Args:
+            layers: Of the stage.
+            chosen: Their strategies.
+            samples: Samples of a microbatch over the whole stage.
+            accumulates: More than one microbatch.
+        """
+        costs = []
+        held: dict[tuple[str, Hashable], int] = {}
+        waiting, shared = [0.0] * len(layers), list[frozenset[str]]()
+        for number, (layer, strategy) in enumerate(zip(layers, chosen, strict=True)):
+            ties = frozenset[str]()
+            if self.ties(layer):
+                own = self.estimator.tied_layouts(layer, strategy).items()
+                ties = frozenset(tie for tie, layout in own if (tie, layout) in held)
+                for tie, layout in own:
+                    before = held.get((tie, layout), number)
+                    held[tie, layout] = number
+                    for place in range(before, number):
+                        waiting[place] += self.estimator.waiting_bytes(layers[before], [tie], chosen[before])
+            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
+            if cost is None:
+                return None
+            shared.append(ties)
+            costs.append(cost)
+        if any(waiting):
+            for number, (layer, strategy) in enumerate(zip(layers, chosen, strict=True)):
+                last = [tie for (tie, _), at in held.items() if at == number and tie in shared[number]]
+                early_bytes = costs[number].early_bytes + self.estimator.waiting_bytes(layer, last, strategy)
+                most = max(costs[number].backward_bytes, early_bytes) if last else costs[number].backward_bytes
+                costs[number] = replace(costs[number], backward_bytes=most + waiting[number])
+        return costs
+
+    def _waits(
+        self, layers: Sequence[Layer], held: Sequence[frozenset[str]]
+    ) -> tuple[list[list[tuple[Layer, frozenset[str]]]], list[frozenset[str]]]:
+        """Return whose gradients wait, for each layer of a stage.
+
+        Args:
+            layers: Of the stage.
+            held: What the stage holds already before each.
+
+        Returns:
+            Layers up to it with those of their tied gradients that later ones have made; and its own, which wait for
+            earlier layers', if none behind has made them.
+        """
+        behind, found, own_last = frozenset[str](), [], []
+        for number in range(len(layers) - 1, -1, -1):
+            missing, own = behind, []
+            for holder in layers[: number + 1] if behind else ():
+                own.append((holder, missing & self.ties(holder)))
+                missing -= self.ties(holder)
+            found.append([(holder, ties) for holder, ties in own if ties])
+            shared = held[number] & self.ties(layers[number])
+            own_last.append(shared - behind)
+            behind |= shared
+        return found[::-1], own_last[::-1]
 
     def held_before(self, layers: Sequence[Layer]) -> list[frozenset[str]]:
         """Return the tied parameters that layers of a stage hold before each of them."""

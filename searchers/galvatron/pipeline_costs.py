@@ -27,6 +27,8 @@ class LayerCost:
         sent_bytes: Of that, what a stage that ends here holds besides, per microbatch in flight.
         received_bytes: What one that begins here does.
         buffer_bytes: What is never given back, as all layers of a stage share.
+        early_bytes: Of ``backward_bytes``, what operators before the last tied parameter need: a gradient of that waits
+            beside them where the stage holds it already.
     """
 
     step_s: float
@@ -40,6 +42,7 @@ class LayerCost:
     sent_bytes: float
     received_bytes: float
     buffer_bytes: float
+    early_bytes: float
 
 
 def in_flight(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -279,8 +279,8 @@ class DegreeSearch:
         *,
         sends: bool,
     ) -> _StageCost | None:
-        costs = self._costs_of(layers, chosen, cut.samples, cut.parts > 1)
-        last = costs if cut.last is None else self._costs_of(layers, chosen, cut.last, cut.parts > 1)
+        costs = self.tables.costs_of(layers, chosen, cut.samples, cut.parts > 1)
+        last = costs if cut.last is None else self.tables.costs_of(layers, chosen, cut.last, cut.parts > 1)
         if costs is None or last is None:
             return None
         step_s = self._step_s(costs, chosen)
@@ -298,23 +298,6 @@ class DegreeSearch:
         for (cost, first), (_, second) in pairwise(zip(costs, chosen, strict=True)):
             step_s += self.estimator.transition_s(cost, first, second)
         return step_s
-
-    def _costs_of(
-        self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool
-    ) -> list[LayerCost] | None:
-        costs = []
-        held: set[tuple[str, Hashable]] = set()
-        for layer, strategy in zip(layers, chosen, strict=True):
-            ties = frozenset[str]()
-            if self.tables.ties(layer):
-                own = self.estimator.tied_layouts(layer, strategy).items()
-                ties = frozenset(tie for tie, layout in own if (tie, layout) in held)
-                held.update(own)
-            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
-            if cost is None:
-                return None
-            costs.append(cost)
-        return costs
 
     @property
     def _has_workspace(self) -> bool:

@@ -15,6 +15,7 @@ from simulator.closed_forms.whole_for_a_while import Whole
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
+from simulator.lowering.tied_gradients import tied_gradients
 from simulator.plan import Sharding
 from simulator.saved import is_private, saved_tensors
 
@@ -62,6 +63,7 @@ def walk(
     again = most = most_first = most_split = highest = highest_first = split = 0.0
     made_by_then, weights_behind = _made_by_then(view, anew_of, late_of), sum(for_weights.values())
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
+    tied = tied_gradients(view)
     for place, index in enumerate(view.operators):
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         in_segment, gathered = segment is not None, 0.0
@@ -91,6 +93,7 @@ def walk(
         # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
         own = needed + whole.beside[index] - ends_gradients
+        own += sum(each.num_bytes for each in tied if each.first <= index < each.last)
         highest, highest_first = max(highest, own, begins), max(highest_first, own + made_by_then[index], begins)
         split = max(split, needed + whole.gathers[index] + weights_behind, begins)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)

@@ -35,8 +35,9 @@ def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple
     """Return what an operator works in forward, and backward with the gradients of its outputs."""
     pairs = zip(problem.workload.operators[index].inputs, cost.input_bytes, strict=True)
     before = cost.beside_input_gradients(sum(size for name, size in pairs if name not in problem.workload.input_names))
-    temporary = max(before, product_bytes(cost, problem) - parted_bytes(problem.workload, index, cost))
-    return cost.workspace_forward_bytes, temporary + sum(cost.output_bytes)
+    at_product = product_bytes(cost, problem) - parted_bytes(problem.workload, index, cost)
+    at_product += sum(cost.output_bytes) - cost.given_back_bytes
+    return cost.workspace_forward_bytes, max(before, at_product)
 
 
 def product_bytes(cost: OperatorCost, problem: Problem) -> float:

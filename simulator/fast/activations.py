@@ -41,7 +41,7 @@ from simulator.fast.memory import (
     longest,
 )
 from simulator.fast.saved_tensors import Crossing, Pieces, kept_at_ends, save_earlier, unsaved_of_segment
-from simulator.fast.waiting import wait_for_earlier, wait_for_part
+from simulator.fast.waiting import wait_for_earlier, wait_for_part, wait_for_ties
 from simulator.fast.whole_parts import Parts, fill_parts
 
 
@@ -192,6 +192,9 @@ def hold_activations(
             joining = so_far + begun_bytes + whole.joining[part]
             highest = max(highest, joining)
             highest_first = max(highest_first, joining + held[ANEW_BYTES] - unmade)
+        num_changes = wait_for_ties(
+            shape, tables, plans, run_tables, stage, start, ends, changes, num_changes
+        )
         peak_kind = AGAIN_PEAK if in_segment else KEPT_PEAK
         if parted:
             peak_kind = AGAIN_WAIT_PEAK if in_segment else KEPT_WAIT_PEAK

@@ -52,6 +52,7 @@ from simulator.lowering.synchronisation import (
     tied_shards,
     whole_gradients_begin,
 )
+from simulator.lowering.tied_gradients import waiting_bytes
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.saved import is_private, needed_for_weights
@@ -160,7 +161,7 @@ class Holdings:
             largest = max(largest, own_states.pop())
             to_gather, to_scatter = _zero_bytes(view, group)
             gathered, unsharded = gathered + to_gather, unsharded + to_scatter
-            own_states += (to_gather, to_scatter) if group.tie is not None else (0.0, 0.0)
+            own_states += (to_gather, to_scatter, waiting_bytes(view, group)) if group.tie is not None else (0.0,) * 3
             own_work = work_of([group], problem.runtime)
             if group.tie is None:
                 states += own_states

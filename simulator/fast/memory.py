@@ -13,7 +13,7 @@ from simulator.fast.arrays import Floats, Ints
 # model states but for gradients made anew by (gradients sharded, parameters resharded), those gradients by sharded,
 # what the optimizer step works in, what refreshing takes but for its largest tensor, and of gradients made anew shards.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, STATES = range(9)
-ANEW, STEP, REFRESHED, LATE, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10, 11
+ANEW, STEP, REFRESHED, LATE, TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 4, 6, 7, 8, 9, 10, 11, 12
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
@@ -91,7 +91,8 @@ class MemoryTables(NamedTuple):
             an operator needs besides in forward; of what weight gradients are made in, of tensors that are refreshed,
             of buffers that are never given back, and of those that a backward pass fills with gradients. Row k covers
             2^k operators.
-        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, and what ZeRO gathers and scatters.
+        tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, what ZeRO gathers and scatters, and
+            gradients that wait for others of the same weight.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].
     """

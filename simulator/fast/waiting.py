@@ -6,7 +6,7 @@ from simulator.compiled_cache import inlined
 from simulator.fast.arrays import Ints, PlanColumns, Structure
 from simulator.fast.changes import Changes, differ
 from simulator.fast.kept_tensor import StageRuns, table_at
-from simulator.fast.memory import TIED_SCATTERED, UNSHARDED, MemoryTables
+from simulator.fast.memory import TIED_SCATTERED, TIED_WAITING, UNSHARDED, MemoryTables
 from simulator.fast.whole_parts import counts_later
 
 
@@ -61,6 +61,56 @@ def wait_for_earlier(
             count = differ(changes, count, start, more)
             count = differ(changes, count, until, -more)
     return begun_bytes, count
+
+
+@inlined
+def wait_for_ties(
+    shape: Structure,
+    tables: MemoryTables,
+    plans: PlanColumns,
+    run_tables: Ints,
+    stage: StageRuns,
+    start: int,
+    ends: int,
+    changes: Changes,
+    count: int,
+) -> int:
+    """Let gradients of weights that operators behind a piece, or of it, have too wait in it; return how many changes.
+
+    Args:
+        shape, tables, plans, run_tables: See ``peaks.estimate_peaks``.
+        stage: The stage.
+        start, ends: The piece's operators.
+        changes, count: How the piece differs from its table; added to.
+    """
+    first_run = stage.begin
+    for place in range(len(shape.tied)):
+        index = shape.tied[place]
+        if index < stage.first or index >= ends:
+            continue
+        while plans.run_stops[first_run] <= index:
+            first_run += 1
+        layout, is_first = tables.tied_layouts[run_tables[first_run], place], True
+        run = stage.begin
+        for before in range(place):
+            if shape.tied[before] >= stage.first:
+                while plans.run_stops[run] <= shape.tied[before]:
+                    run += 1
+                is_first = is_first and tables.tied_layouts[run_tables[run], before] != layout
+        if not is_first:
+            continue
+        last, run = index, first_run
+        for behind in range(place + 1, len(shape.tied)):
+            if shape.tied[behind] < stage.stop:
+                while plans.run_stops[run] <= shape.tied[behind]:
+                    run += 1
+                if tables.tied_layouts[run_tables[run], behind] == layout:
+                    last = shape.tied[behind]
+        if last > max(index, start):
+            num_bytes = tables.tied_bytes[run_tables[first_run], place, TIED_WAITING]
+            count = differ(changes, count, max(index, start), num_bytes)
+            count = differ(changes, count, last, -num_bytes)
+    return count
 
 
 @inlined

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
+from simulator.lowering.tied_gradients import tied_gradients
 from simulator.memory.events import (
     GATHERED_INPUT,
     GRADIENT,
@@ -29,7 +30,7 @@ from simulator.memory.lifetimes import Lifetimes, instance
 from simulator.memory.whole_units import Anew, WholeUnits
 from simulator.operator_cost import OperatorCost
 from simulator.saved import ends_at_parting, is_private
-from workloads.kinds.base import KEPT, RESULTS
+from workloads.kinds.base import GRADIENTS, KEPT, RESULTS
 from workloads.operators import Operator
 
 
@@ -68,6 +69,7 @@ class StageMemory:
         lives = Lifetimes(view, cost_of)
         self._lives, self._saves, self._savers, self._segment_of = lives, lives.saves, lives.savers, lives.segment_of
         self._ends, self._kept = lives.ends, lives.kept
+        self._tied = tied_gradients(view)
         self._held = {name for names in lives.ends.values() for name in names}
         self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
         self.begins: dict[int, int] = {}
@@ -229,6 +231,9 @@ class StageMemory:
         for position, item in self._gathered[index]:
             events.allocate(f"{op.name}/gathered input {position}", item.num_bytes, GATHERED_INPUT)
         for step, step_bytes in cost.steps_backward if with_inputs else ():
+            if step == GRADIENTS:
+                self._free_gradients(op, events)
+                continue
             if step != RESULTS:
                 events.take_or_give(f"{op.name}/{step} backward", step_bytes, WORKSPACE)
                 continue
@@ -246,6 +251,8 @@ class StageMemory:
             events.free(f"{op.name}/{step} backward")
         events.allocate_each(_product(op), made, WORKSPACE)
         events.free_each(_product(op), made)
+        if with_weights:
+            self._let_ties_wait(index, events)
         if not with_weights and cost.parameters and op.definition.parts_late:
             events.allocate(parted, cost.workspace_weight_bytes, GRADIENT)
         if with_weights:
@@ -254,6 +261,16 @@ class StageMemory:
             return
         for position, _ in self._gathered[index]:
             events.free(f"{op.name}/gathered input {position}")
+        self._free_gradients(op, events)
+
+    def _let_ties_wait(self, index: int, events: Pass) -> None:
+        for number, tied in enumerate(self._tied):
+            if index == tied.last:
+                events.allocate(f"tied gradient {number}", tied.num_bytes, GRADIENT)
+            elif index == tied.first:
+                events.free(f"tied gradient {number}")
+
+    def _free_gradients(self, op: Operator, events: Pass) -> None:
         for name in op.outputs:
             if name not in self._held:
                 events.free(f"{name}/gradient")

@@ -188,5 +188,5 @@ def test_the_release_keeps_embedding_and_head_whole_on_every_device() -> None:
 def test_released_memory_rounds_each_layer_to_whole_mebibytes_and_adds_the_largest_inner_activations() -> None:
     """Two layers of 3 MiB a microbatch and 1.5 of states hold 7.5, hence 8 each, of two; beside 2 x 1.25 MiB."""
     mib = float(2**20)
-    layers = [LayerCost(*[0.0] * 3, 3 * mib, inner * mib, 1.5 * mib, *[0.0] * 5) for inner in (0.5, 1.25)]
+    layers = [LayerCost(*[0.0] * 3, 3 * mib, inner * mib, 1.5 * mib, *[0.0] * 6) for inner in (0.5, 1.25)]
     assert released_bytes(layers, 2) == (8 + 8 + 2.5) * mib

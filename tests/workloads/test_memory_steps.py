@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.workloads.test_splits import example
-from workloads.kinds.base import BACKWARD_INPUT, FORWARD, KEPT, RESULTS, Implementation
+from workloads.kinds.base import BACKWARD_INPUT, FORWARD, GRADIENTS, KEPT, RESULTS, Implementation
 from workloads.kinds.registry import all_kinds, kind_named
 from workloads.local import input_bytes, localize, memory_steps, output_bytes, saved_tensors, workspace_bytes
 
@@ -25,8 +25,9 @@ def test_what_is_taken_is_given_back_and_never_more_than_the_workspace(name: str
     kind = kind_named(name)
     local = localize(kind, attributes, shapes, [], HOWS[how])
     private = sum(each.size_bytes for each in saved_tensors(kind, local) if each.tensor is None)
-    for phase, made in ((FORWARD, sum(output_bytes(kind, local))), (BACKWARD_INPUT, sum(input_bytes(kind, local)))):
-        live: dict[str, int] = {}
+    outputs = sum(output_bytes(kind, local))
+    for phase, made, given in ((FORWARD, outputs, 0), (BACKWARD_INPUT, sum(input_bytes(kind, local)), outputs)):
+        live = {GRADIENTS: given}
         most = 0
         for step, size in memory_steps(kind, phase, local):
             if size < 0:
@@ -37,8 +38,8 @@ def test_what_is_taken_is_given_back_and_never_more_than_the_workspace(name: str
             most = max(most, sum(live.values()))
         assert RESULTS in live
         kept = private if phase == FORWARD else 0
-        assert most <= workspace_bytes(kind, phase, local) + made + kept
-        left = set(live) - {RESULTS}
+        assert most <= workspace_bytes(kind, phase, local) + made + kept + given
+        left = set(live) - {RESULTS, GRADIENTS}
         assert not left or (phase == BACKWARD_INPUT and kind.parts_late)
 
 
@@ -50,9 +51,33 @@ def test_a_softmax_in_torchs_operations_has_two_wide_tensors_beside_scores_and_r
     taken = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), FORWARD, local) if size > 0]
     assert taken == [("scaled", 2), ("masked", 2), ("cast", 4)]
     back = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), BACKWARD_INPUT, local)]
+    # Autograd lets go of what it was given once that is cast; an operator that holds its operands holds it to the end.
+    assert back.pop(1) == (GRADIENTS, -1)
+    held = localize(kind_named("softmax"), attributes, shapes, [], replace(NARROW, holds_operands=True))
+    as_held = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), BACKWARD_INPUT, held)]
+    assert back == as_held
     assert back == [
         ("cast", 4), ("unscaled", 4), ("product", 4), ("product", -1), ("cast", -1), ("back", 2), ("unscaled", -1),
         (RESULTS, 0), ("back", -1),
+    ]  # fmt: skip
+
+
+def test_megatrons_fused_softmax_works_in_place_backward() -> None:
+    """scaled_upper_triang_masked_softmax.h writes the gradient of the scores over that of the result."""
+    attributes, shapes = example("softmax", samples=2, tokens=4, heads=4, width=4)
+    local = localize(kind_named("softmax"), attributes, shapes, [], HOWS["megatron"])
+    assert memory_steps(kind_named("softmax"), BACKWARD_INPUT, local) == ((GRADIENTS, -1), (RESULTS, 0))
+
+
+def test_megatrons_unfused_softmax_goes_through_fp32_one_operation_after_the_other() -> None:
+    """Cast, softmax (torch multiplies into a tensor of its own), masked, scaled, cast back: at most three in fp32."""
+    attributes, shapes = example("softmax", samples=2, tokens=4, heads=4, width=4)
+    local = localize(kind_named("softmax"), attributes, shapes, [], replace(HOWS["megatron"], fused_softmax=False))
+    elements = output_bytes(kind_named("softmax"), local)[0] // 2
+    back = [(name, size // elements) for name, size in memory_steps(kind_named("softmax"), BACKWARD_INPUT, local)]
+    assert back == [
+        ("cast", 4), (GRADIENTS, -1), ("unscaled", 4), ("product", 4), ("product", -1), ("cast", -1), ("masked", 4),
+        ("unscaled", -1), (RESULTS, 0), ("masked", -1),
     ]  # fmt: skip
 
 

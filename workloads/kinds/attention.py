@@ -12,6 +12,7 @@ from workloads.kinds.base import (
     BACKWARD_WEIGHT,
     DTYPE_BYTES,
     FORWARD,
+    GRADIENTS,
     KEPT,
     RESULTS,
     Attributes,
@@ -219,10 +220,20 @@ class Softmax(ByHead):
 
     def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
         choice = local.implementation
-        if self._is_fused(local) or not choice.adds_mask or choice.elementary or choice.keeps_scores:
+        given = MemoryStep(GRADIENTS, gives=True)
+        if self._is_fused(local):
+            return (given, MemoryStep(RESULTS)) if phase == BACKWARD_INPUT else super().memory_steps(phase, local)
+        if choice.elementary or choice.keeps_scores:
             return super().memory_steps(phase, local)
         narrow, wide = (local.outputs[0], "activation"), (local.outputs[0], "fp32")
         is_high = local.element_bytes == DTYPE_BYTES["fp32"]
+        if not choice.adds_mask:
+            if phase == FORWARD or is_high:
+                return super().memory_steps(phase, local)
+            back = [MemoryStep("unscaled", wide), MemoryStep("product", wide), MemoryStep("product", gives=True)]
+            chain = [MemoryStep("cast", wide), given, *back, MemoryStep("cast", gives=True)]
+            masked = [MemoryStep("masked", wide), MemoryStep("unscaled", gives=True)]
+            return (*chain, *masked, MemoryStep(RESULTS), MemoryStep("masked", gives=True))
         if phase == FORWARD:
             chain = [MemoryStep("scaled", narrow), MemoryStep("masked", narrow), MemoryStep("scaled", gives=True)]
             if not is_high:
@@ -230,6 +241,7 @@ class Softmax(ByHead):
             chain += [MemoryStep(RESULTS)] if is_high else [MemoryStep(RESULTS), MemoryStep(KEPT, gives=True)]
             return (*chain, MemoryStep("masked", gives=True))
         chain = [] if is_high else [MemoryStep("cast", wide)]
+        chain += [] if is_high or choice.holds_operands else [given]
         chain += [MemoryStep("unscaled", wide), MemoryStep("product", wide), MemoryStep("product", gives=True)]
         if is_high:
             return (*chain, MemoryStep(RESULTS), MemoryStep("unscaled", gives=True))

@@ -174,8 +174,8 @@ class Saved:
     dtype: str = "activation"
 
 
-RESULTS, KEPT = "results", "kept"
-"""What a phase makes: outputs or input gradients, and the private tensors that forward keeps."""
+RESULTS, KEPT, GRADIENTS = "results", "kept", "output gradients"
+"""What a phase makes (outputs or input gradients), private tensors that forward keeps, and what backward is given."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ class MemoryStep:
     """One step in the order in which a phase takes memory.
 
     Attributes:
-        name: A buffer, ``RESULTS``, or ``KEPT``, which may be given back where recomputation makes it again.
+        name: A buffer, ``RESULTS``, ``KEPT``, which may be given back where recomputation makes it again, or
+            ``GRADIENTS``, which backward may give back before it is through.
         tensor: Shape and dtype of a buffer that is taken.
         gives: It is given back.
     """

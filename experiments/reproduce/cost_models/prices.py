@@ -167,9 +167,12 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         elements += own_costs["elements"]
         kept_bytes += own_costs["remaining_bytes" if again else "saved_bytes"]
     seen: set[Hashable] = set()
+    waiting = 0.0
     for index in operators:
         for layout, shared, _ in intra.tied_layouts(index, shardings[index]):
-            elements -= shared if layout in seen else 0.0
+            if layout in seen:
+                elements -= shared
+                waiting += shared * problem.runtime.tied_gradient_bytes
             seen.add(layout)
     per_element, _ = intra.state_bytes_per_element(sharded=False)
     needs, added = zip(*_layers_needs(intra, shardings, layer_of, again), strict=True)
@@ -180,7 +183,7 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         elements * per_element,
         kept_bytes + sum(added),
         received + sent,
-        max(each.working_bytes for each in needs),
+        max(each.working_bytes for each in needs) + waiting,
         elements * problem.runtime.optimizer_workspace_bytes,
     )
 
