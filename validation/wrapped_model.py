@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +40,7 @@ Values = tuple[torch.Tensor, ...]
 
 
 class UnitModule(nn.Module):
-    """The operators of one unit (``CostTables.units``), with their parameters in fp32.
+    """The operators of one unit (``CostTables.units``), with their parameters.
 
     Args:
         problem: What the model is of.
@@ -48,10 +49,14 @@ class UnitModule(nn.Module):
         samples: Of a microbatch.
         state: Of the run.
         recomputes: It keeps its inputs only, and computes the rest again.
+        dtype: Of the parameters.
 
     Attributes:
         entering, leaving: Names of the tensors that it reads from others and makes for them.
+        checkpoint: What runs it where it is computed again.
     """
+
+    checkpoint: Callable[..., Any]
 
     def __init__(
         self,
@@ -62,15 +67,17 @@ class UnitModule(nn.Module):
         state: RunState,
         *,
         recomputes: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         self._workload, self._operators, self._recomputes = problem.workload, operators, recomputes
         device, inside = torch.device("cpu"), set(operators)
         self._calls, self._names = [], list[list[str]]()
         for index in operators:
             names = []
             for number, parameter in enumerate(problem.workload.parameters(index)):
-                _, tensor = initial_parameter(problem.workload, index, number, dtype=torch.float32, device=device)
+                _, tensor = initial_parameter(problem.workload, index, number, dtype=dtype, device=device)
                 own = nn.Parameter(tensor)
                 if parameter.tie is not None:
                     own = tied.setdefault(parameter.tie, own)
@@ -93,8 +100,8 @@ class UnitModule(nn.Module):
     def forward(self, *values: torch.Tensor) -> Values:
         """Return what leaves, of what enters."""
         if self._recomputes:
-            found: Values = checkpoint(self._run, *values, use_reentrant=False, preserve_rng_state=False)
-            return found
+            found: torch.Tensor | Values = self.checkpoint(self._run, *values)
+            return (found,) if isinstance(found, torch.Tensor) else found
         return self._run(*values)
 
     def _run(self, *values: torch.Tensor) -> Values:
@@ -118,6 +125,7 @@ class WholeModel(nn.Module):
         problem: What it is of.
         samples: Of a microbatch.
         segments: What is computed again in backward, as in ``Stage.recompute``.
+        dtype: Of the parameters.
 
     Attributes:
         units: Modules.
@@ -128,7 +136,14 @@ class WholeModel(nn.Module):
         ValueError: If a segment is not a unit.
     """
 
-    def __init__(self, problem: Problem, samples: int, segments: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        samples: int,
+        segments: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         costs, state, tied = cost_tables(problem), RunState(), dict[str, nn.Parameter]()
         units = [list(members) for _, members in groupby(range(len(problem.workload)), costs.units.__getitem__)]
@@ -136,7 +151,7 @@ class WholeModel(nn.Module):
         if not set(segments) <= set(spans):
             raise ValueError(f"recomputed segments must be units, {spans}, got {list(segments)}")
         modules = [
-            UnitModule(problem, unit, tied, samples, state, recomputes=span in segments)
+            UnitModule(problem, unit, tied, samples, state, recomputes=span in segments, dtype=dtype)
             for unit, span in zip(units, spans, strict=True)
         ]
         self.units = nn.ModuleList(modules)
