@@ -119,6 +119,7 @@ def as_with_cuda() -> Iterator[None]:
         (checkpointing, {"_set_cuda_rng_state": lambda *_: None, "mp_rank": None, "cuda_device": None}),
         (engine, {"FusedAdam": torch.optim.AdamW}),
         (engine.DeepSpeedConfig, {"print": lambda *_: None}),
+        (engine.DeepSpeedEngine, {"_broadcast_model": lambda _: None}),
     ]
     with ExitStack() as stack:
         for target, replaced in others:
@@ -154,7 +155,7 @@ class DeepSpeedTraining:
         self._model = model
         self._adam = torch.optim.AdamW(model.parameters(), fused=True)
         words = {"dist_init_required": False, "dont_change_device": True, "config": config}
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()):  # Ranks print what they step.
             self._engine = deepspeed.runtime.engine.DeepSpeedEngine(None, model, self._adam, **words)
 
     def begin(self, *, is_first: bool, is_last: bool) -> nullcontext[None]:

@@ -45,7 +45,8 @@ class HeldBytes:
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         input_pass: As ``working``, where weight gradients come later, and what they need stays until then.
         weight_pass: What is there besides ``for_weights`` while these are made.
-        step: What the optimizer step works in.
+        flattened: What gradients are copied into before it to be reduced.
+        step: What the optimizer step works in, less gradients that have gone before it.
         refreshed: What gathering its results takes.
         buffer: What its operators share and never give back, as do stages of one device.
     """
@@ -60,6 +61,7 @@ class HeldBytes:
     for_weights: float
     input_pass: float
     weight_pass: float
+    flattened: float
     step: float
     refreshed: float
     buffer: float
@@ -96,7 +98,8 @@ def held_bytes(view: StageView) -> HeldBytes:
         weight_pass=max(product_bytes(view.cost(i), problem) for i in view.operators)
         + whole.gradients
         + bucket,
-        step=float(sum(static.step_workspace)),
+        flattened=float(static.flattened),
+        step=float(static.step_bytes),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
         buffer=max(never_given_back_bytes(view.cost(index), problem) for index in view.operators),
     )
@@ -127,7 +130,8 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
     peaks: dict[int, float] = {}
     for rank in range(num_ranks):
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
-        in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
+        behind = max(max(held[stage].refreshed, held[stage].flattened) for stage in own)
+        in_step = max(sum(held[stage].step for stage in own), behind)
         states = sum(held[stage].states for stage in own) + max(held[stage].buffer for stage in own)
         gathered = max(held[stage].gathered for stage in own)
         if plan.schedule == "interleaved":

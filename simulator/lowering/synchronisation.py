@@ -345,6 +345,17 @@ def bucket_buffer_bytes(groups: Iterable[ParameterGroup], runtime: Runtime) -> f
     return float(runtime.gradient_bucket_bytes or 0) if fills else 0.0
 
 
+def flattened_bytes(group: ParameterGroup, runtime: Runtime) -> float:
+    """Return the bytes of a whole gradient that is copied to be reduced (``Runtime.flattens_gradients``)."""
+    joins = runtime.flattens_gradients and group.zero == 1 and group.num_shards > 1
+    return float(group.num_elements * runtime.travelling_gradient_bytes) if joins else 0.0
+
+
+def flattened_at_once(num_bytes: float, runtime: Runtime) -> float:
+    """Return how much of so many bytes of flattened gradients is there at once."""
+    return num_bytes if runtime.gradient_bucket_bytes is None else min(num_bytes, float(runtime.gradient_bucket_bytes))
+
+
 def whole_gradients_begin(view: StageView, group: ParameterGroup) -> list[int]:
     """Return the operators whose backward pass begins a whole gradient of a parameter that ZeRO-2 or 3 scatters.
 
