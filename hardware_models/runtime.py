@@ -144,7 +144,8 @@ class Runtime:
         reduces_to_owners: ZeRO levels under which gradients are summed to a shard on each rank by one reduce to each
             owner after the other (``links.OWNER_REDUCE``), not by a reduce-scatter.
         fills_bucket: ZeRO levels under which gradients are written, as they are made, into a buffer of
-            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole.
+            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole
+            but those that it does not hold. Two of them where reductions overlap.
         flattens_gradients: Whole gradients are copied into one tensor to be reduced under ZeRO-1, of up to
             ``gradient_bucket_bytes`` at a time, when the last backward pass is through (without ZeRO too, where the
             step takes more).

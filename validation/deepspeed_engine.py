@@ -1,6 +1,7 @@
 """DeepSpeed's own engine without a GPU: its ZeRO optimizers train a model as one of many ranks, on fake tensors.
 
-Version 0.5.10, of 2021, whose ``stage_1_and_2.py`` the runtime ``megatron-deepspeed`` names. It is the engine without
+Version 0.5.10, of 2021, whose ``stage_1_and_2.py`` the runtime ``megatron-deepspeed`` names, and whose ``stage3.py`` is
+that of 0.5.0 (``deepspeed-zero3-2021``) but for a few names. It is the engine without
 pipeline, configured by what DeepSpeed itself takes where a file says nothing; `Adam` is torch's fused one in place of
 ``FusedAdam``, whose kernel has the same tensors. What CUDA does is done at once, or not: streams, events, generators.
 """
@@ -22,6 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 
@@ -30,6 +32,7 @@ from simulator.problem import Problem
 from validation.wrapped_model import WholeModel
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
+_Function: Any = torch.autograd.Function
 
 VERSION = "0.5.10"
 INSTALL = f"DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed=={VERSION} hjson tqdm psutil py-cpuinfo"
@@ -50,8 +53,8 @@ def load_deepspeed() -> types.ModuleType:
         sys.modules[old.__name__] = old  # (`patch.dict` would take back all that is imported meanwhile.)
         try:
             found = import_module("deepspeed")
-            for name in ("runtime.zero.stage_1_and_2", "runtime.fp16.fused_optimizer", "utils.groups"):
-                import_module(f"deepspeed.{name}")
+            for name in ("zero.stage_1_and_2", "zero.stage3", "zero.partition_parameters", "fp16.fused_optimizer"):
+                import_module(f"deepspeed.runtime.{name}")
         except ImportError as error:
             raise ImportError(f"DeepSpeed {VERSION} must be there, got: {error}; try `{INSTALL}`") from error
         finally:
@@ -87,9 +90,53 @@ def _name_of_type(tensor: torch.Tensor, *_: object) -> str:
     return f"torch.cuda.{words[tensor.dtype]}Tensor"
 
 
+class _OnCpu:
+    """Torch with one device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: torch.device("cpu")) if name == "device" else getattr(torch, name)
+
+
+def _apply_to_each(module: Any, function: Any, back: Any, outputs: Any) -> Any:
+    """Do what ``stage3._apply_to_tensors_only`` does, to tensors without data too."""
+    if isinstance(outputs, tuple):
+        return tuple(_apply_to_each(module, function, back, each) for each in outputs)
+    return function.apply(module, back, outputs) if isinstance(outputs, torch.Tensor) else outputs
+
+
+class _Linear(_Function):  # type: ignore[misc]
+    """``LinearFunctionForZeroStage3``, which keeps no view of a weight; that reads the weight's id from a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        output = source.matmul(weight.t())
+        if bias is not None:
+            output += bias
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        (source,), (gradient,) = ctx.saved_tensors, gradients
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_source = gradient.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        of_weight = rows.t().matmul(source.reshape(-1, source.shape[-1]))
+        return of_source, of_weight, rows.sum(0) if ctx.has_bias else None
+
+
+def _linear(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    found: torch.Tensor = _Linear.apply(source, weight, bias)
+    return found
+
+
 @contextmanager
-def as_with_cuda() -> Iterator[None]:
-    """Let DeepSpeed find what it looks for on a GPU."""
+def as_with_cuda(*, shards_parameters: bool) -> Iterator[None]:
+    """Let DeepSpeed find what it looks for on a GPU.
+
+    Args:
+        shards_parameters: Under ZeRO-3, for which it has a linear layer of its own.
+    """
     deepspeed: Any = load_deepspeed()
     engine, device = deepspeed.runtime.engine, torch.device("cpu")
     flat = types.SimpleNamespace(
@@ -118,6 +165,9 @@ def as_with_cuda() -> Iterator[None]:
         (deepspeed.utils.groups, dict.fromkeys(GROUPS)),
         (checkpointing, {"_set_cuda_rng_state": lambda *_: None, "mp_rank": None, "cuda_device": None}),
         (engine, {"FusedAdam": torch.optim.AdamW}),
+        (deepspeed.runtime.zero.stage3, {"_apply_to_tensors_only": _apply_to_each}),
+        (deepspeed.runtime.zero.partition_parameters, {"torch": _OnCpu()}),
+        (F, {"linear": _linear} if shards_parameters else {}),
         (engine.DeepSpeedConfig, {"print": lambda *_: None}),
         (engine.DeepSpeedEngine, {"_broadcast_model": lambda _: None}),
     ]
@@ -147,7 +197,10 @@ class DeepSpeedTraining:
             "fp16": {"enabled": True},
             "gradient_clipping": float(problem.runtime.gradient_clipping),
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": max(axis.zero for axis in sharding)},
+            "zero_optimization": {
+                "stage": max(axis.zero for axis in sharding),
+                "overlap_comm": plan.overlap_gradient_sync,
+            },
         }
         model.half = lambda: model  # type: ignore[method-assign]  # It is, and its storages are watched.
         for unit in model.units:
@@ -182,12 +235,13 @@ class DeepSpeedTraining:
             yield from averaged or ()
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters."""
-        yield from self._model.parameters()
+        """Yield the parameters, or the rank's shards of them."""
+        yield from (getattr(each, "ds_tensor", each) for each in self._model.parameters())
 
     def states(self) -> Iterator[torch.Tensor]:
         """Yield what the optimizer keeps."""
         for group in self._adam.param_groups:
             yield from group["params"]
+        yield from getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", ())
         for state in self._adam.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))

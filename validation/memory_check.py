@@ -40,8 +40,8 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
 EXECUTOR = "windtunnel-executor"
 VALUED = "pytorch-ddp"
 """The runtime that is traced on tensors with data (``wrapped_trace``)."""
-DEEPSPEED = "megatron-deepspeed"
-"""The runtime that is traced under DeepSpeed's own engine, which is not among what windtunnel depends on."""
+DEEPSPEED, ZERO_3 = "megatron-deepspeed", "deepspeed-zero3-2021"
+"""The runtimes that are traced under DeepSpeed's own engine, which is not among what windtunnel depends on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Check:
             name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
             for name, value in self.degrees.items()
         ]
-        precision = "fp32" if self.runtime.endswith("fp32") else "fp16" if self.runtime == DEEPSPEED else "bf16"
+        of_fp16 = self.runtime in (DEEPSPEED, ZERO_3)
+        precision = "fp32" if self.runtime.endswith("fp32") else "fp16" if of_fp16 else "bf16"
         model = f"{self.model} of {self.layers} layers" if self.layers else self.model
         model += "".join(f", {name.replace('_', ' ')} {value}" for name, value in self.shape.items())
         runtime = [self.runtime] if self.is_wrapped else []
@@ -104,10 +105,10 @@ def _of_torch(runtime: Runtime, attention: str) -> Runtime:
     """
     own = runtime if runtime.implementation.autocast else load_runtime("pytorch-fsdp2")
     implementation = replace(own.implementation, loss_keeps_logits=False)
-    if runtime.name == DEEPSPEED:
+    if runtime.name in (DEEPSPEED, ZERO_3):
         implementation = replace(implementation, dtype=runtime.implementation.dtype)
     runtime = replace(runtime, implementation=implementation, attention=attention)  # type: ignore[arg-type]
-    if runtime.name in (VALUED, DEEPSPEED):
+    if runtime.name in (VALUED, DEEPSPEED, ZERO_3):
         return runtime
     return replace(runtime, optimizer_kernels="fused", optimizer_workspace_bytes=0)
 
@@ -199,7 +200,7 @@ def wrapped_check(
     own: dict[str, object] = {} if runtime in (VALUED, DEEPSPEED) else {"zero": 3}
     if num_gpus > 1:
         own |= {"dp": num_gpus}
-        own |= {} if runtime == DEEPSPEED else {"overlap_gradient_sync": True}
+        own |= {} if runtime in (DEEPSPEED, ZERO_3) else {"overlap_gradient_sync": True}
     words = {**own, "microbatch": microbatch, **degrees}
     batch = num_gpus * microbatches * microbatch
     return Check(model, num_gpus, batch, words, (0,), runtime, attention, layers, shape or {})
@@ -243,6 +244,10 @@ OF_DEEPSPEED = (
     wrapped_check(DEEPSPEED, "bert-large", 4, 2, microbatch=8, zero=2, recompute="full"),
     wrapped_check(DEEPSPEED, "llama2-7b", 8, 1, microbatch=1, zero=1, recompute="full"),
     wrapped_check(DEEPSPEED, "llama2-7b", 8, 2, microbatch=1, zero=2, recompute="full"),
+    wrapped_check(ZERO_3, GPT, 8, 1, microbatch=1, recompute="full"),
+    wrapped_check(ZERO_3, GPT, 8, 2, microbatch=1, overlap_gradient_sync=True),
+    wrapped_check(ZERO_3, "llama2-7b", 8, 1, microbatch=1, recompute="full"),
+    wrapped_check(ZERO_3, "llama2-7b", 8, 1, microbatch=1),
 )
 
 

@@ -33,10 +33,29 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.execution.parameters import initial_parameter
 from validation.execution.reference import terminal_tensors
-from validation.kinds.operator_context import RunState, make_context
+from validation.kinds.operator_context import Forward, RunState, make_context
 from validation.kinds.torch_kinds import build
 
 Values = tuple[torch.Tensor, ...]
+
+
+class OperatorModule(nn.Module):
+    """One operator, with its parameters; what is gathered module by module comes for it alone (DeepSpeed).
+
+    Args:
+        call: What computes it.
+        parameters: Its own, or tied ones.
+    """
+
+    def __init__(self, call: Forward, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._call, self._names = call, [f"parameter_{number}" for number in range(len(parameters))]
+        for name, parameter in zip(self._names, parameters, strict=True):
+            self.register_parameter(name, parameter)
+
+    def forward(self, *inputs: torch.Tensor) -> Values:
+        """Return what it makes."""
+        return self._call(inputs, [getattr(self, name) for name in self._names])
 
 
 class UnitModule(nn.Module):
@@ -71,24 +90,23 @@ class UnitModule(nn.Module):
     ) -> None:
         super().__init__()
         self.checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        self._workload, self._operators, self._recomputes = problem.workload, operators, recomputes
+        self._workload, self._indices, self._recomputes = problem.workload, operators, recomputes
         device, inside = torch.device("cpu"), set(operators)
-        self._calls, self._names = [], list[list[str]]()
+        modules = []
         for index in operators:
-            names = []
+            parameters = []
             for number, parameter in enumerate(problem.workload.parameters(index)):
                 _, tensor = initial_parameter(problem.workload, index, number, dtype=dtype, device=device)
                 own = nn.Parameter(tensor)
                 if parameter.tie is not None:
                     own = tied.setdefault(parameter.tie, own)
-                names.append(f"operator_{index}_{number}")
-                self.register_parameter(names[-1], own)
-            self._names.append(names)
+                parameters.append(own)
             context = make_context(
                 problem.workload, index, (), local_rank=0, samples=samples, local_samples=samples,
                 implementation=problem.runtime.implementation, device=device, run=state,
             )  # fmt: skip
-            self._calls.append(build(context))
+            modules.append(OperatorModule(build(context), parameters))
+        self.operators = nn.ModuleList(modules)
         ends = terminal_tensors(problem.workload)
         made = [name for index in operators for name in problem.workload.operators[index].outputs]
         read = [name for index in operators for name in problem.workload.operators[index].inputs]
@@ -107,9 +125,9 @@ class UnitModule(nn.Module):
     def _run(self, *values: torch.Tensor) -> Values:
         live = dict(zip(self.entering, values, strict=True))
         del values
-        for index, call, names in zip(self._operators, self._calls, self._names, strict=True):
+        for index, operator in zip(self._indices, self.operators, strict=True):
             op = self._workload.operators[index]
-            outputs = call([live[name] for name in op.inputs], [getattr(self, name) for name in names])
+            outputs = operator(*(live[name] for name in op.inputs))
             live.update(zip(op.outputs, outputs, strict=True))
             del outputs
             for name in dict.fromkeys(op.inputs):

@@ -25,9 +25,9 @@ from validation.wrapped_model import WRAPPERS, WholeModel, autocasting, begin_mi
 ITERATIONS = 2
 DDP = "pytorch-ddp"
 """The runtime whose wrapper shards nothing, and does not work without data."""
-DEEPSPEED = "megatron-deepspeed"
-"""The runtime that DeepSpeed's own engine stands for."""
-LEVELS: Mapping[str, tuple[int, ...]] = {DDP: (0,), DEEPSPEED: (0, 1, 2)}
+DEEPSPEED = ("megatron-deepspeed", "deepspeed-zero3-2021")
+"""The runtimes that DeepSpeed's own engine stands for."""
+LEVELS: Mapping[str, tuple[int, ...]] = {DDP: (0,), "megatron-deepspeed": (0, 1, 2)}
 """Levels of ZeRO, by runtime; of others 3."""
 STAYS_GATHERED = ("pytorch-fsdp2",)
 """Runtimes whose plans may keep what ZeRO-3 gathers (the first FSDP cannot without data)."""
@@ -95,8 +95,8 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
     """Train a model under the wrapper of the problem's runtime, as the first of its ranks, and return its live bytes.
 
     Args:
-        plan: Of one stage, whose devices are replicas; ZeRO-3 over all of them under FSDP, up to ZeRO-2 under
-            DeepSpeed, none otherwise. FSDP2 may keep parameters gathered.
+        plan: Of one stage, whose devices are replicas; ZeRO-3 over all of them under FSDP, any under DeepSpeed, none
+            otherwise. FSDP2 may keep parameters gathered.
         problem: What it is for.
 
     Raises:
@@ -104,19 +104,20 @@ def trace_wrapped(plan: Plan, problem: Problem) -> TracedMemory:
         ImportError: If the runtime needs DeepSpeed, which is not there.
     """
     name = problem.runtime.name
-    if name not in (*WRAPPERS, DEEPSPEED):
-        raise ValueError(f"runtime must be one of {', '.join((*WRAPPERS, DEEPSPEED))}, got {name}")
+    by_deepspeed = name in DEEPSPEED
+    if name not in WRAPPERS and not by_deepspeed:
+        raise ValueError(f"runtime must be one of {', '.join((*WRAPPERS, *DEEPSPEED))}, got {name}")
     canonical = _replicated(plan, problem)
     count, tracer, marks = len(canonical.devices), StorageTracer(), Marks()
     without_data = nullcontext() if name == DDP else FakeTensorMode()
-    of_engine = as_with_cuda() if name == DEEPSPEED else nullcontext()
-    dtype = DTYPES[problem.runtime.implementation.dtype] if name == DEEPSPEED else torch.float32
+    of_engine = as_with_cuda(shards_parameters=name not in LEVELS) if by_deepspeed else nullcontext()
+    dtype = DTYPES[problem.runtime.implementation.dtype] if by_deepspeed else torch.float32
     with fake_processes(0, count), as_on_cuda(), without_data, tracer, of_engine:
         samples = canonical.microbatch_size // count
         model = WholeModel(problem, samples, canonical.stages[0].recompute, dtype=dtype)
         model.on_bucket = lambda bucket: marks.gradients.add(tracer.see(bucket))
         begun = len(tracer.events)
-        training: Training = (DeepSpeedTraining if name == DEEPSPEED else TorchTraining)(model, problem, canonical)
+        training: Training = (DeepSpeedTraining if by_deepspeed else TorchTraining)(model, problem, canonical)
         if name != DDP:
             begun = len(tracer.events)  # Whole parameters have gone.
         first = begun
@@ -141,7 +142,7 @@ def _replicated(plan: Plan, problem: Problem) -> Plan:
             f"the plan must have one stage of replicas {sharing}, got {len(canonical.stages)} stages with axes "
             f"{sorted(axes)}"
         )
-    if name == DEEPSPEED and count == 1:
+    if name in DEEPSPEED and count == 1:
         raise ValueError(f"{name} needs two replicas or more here, got one")
     if canonical.last_microbatch_size is not None or canonical.rotates:
         raise ValueError("microbatches must be equal and cut over all replicas, got others")

@@ -22,6 +22,7 @@ from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     ParameterGroup,
     bucket_buffer_bytes,
+    num_buffers,
     parameter_groups,
     whole_gradients_begin,
 )
@@ -82,7 +83,8 @@ def held_bytes(view: StageView) -> HeldBytes:
     whole = whole_for_a_while(view)
     for_weights = {index: _for_weights(view, index) for index in view.operators}
     walked = walk(view, whole, anew_of, late_of, {index: sum(sizes) for index, sizes in for_weights.items()})
-    bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
+    bucket = num_buffers(plan) * bucket_buffer_bytes(parameter_groups(view), problem.runtime)
+    bucket = bucket if reduces_in_backward(plan) else 0.0
     weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(

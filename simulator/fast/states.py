@@ -94,4 +94,4 @@ def hold_states(
     held[STATES_BYTES], held[ANEW_BYTES], held[STEP_BYTES] = own_states + anew, anew, step
     held[REFRESHED_BYTES], held[BUFFER_BYTES] = refreshed + refreshed_most, buffer
     held[FLATTENED_BYTES] = flattened
-    held[BUCKET_BYTES] = bucket if sharded else 0.0
+    held[BUCKET_BYTES] = bucket * (1 + (plans.overlaps[plan] != 0)) if sharded else 0.0

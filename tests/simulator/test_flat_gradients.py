@@ -13,7 +13,10 @@ import pytest
 from hardware_models.runtime import Runtime
 from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
+from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
+from simulator.lowering.lower import stage_views
+from simulator.lowering.synchronisation import parameter_groups, whole_gradients_begin
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -101,6 +104,35 @@ def test_the_closed_forms_know_all_that(words: Mapping[str, object]) -> None:
     found = estimate(plan, problem)
     assert max(found.peak_bytes) == pytest.approx(max(peaks.values()), rel=0.01)
     assert FastEstimator(problem).estimate(plan).peak_bytes == pytest.approx(found.peak_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("runtime", "zero"), [("megatron-deepspeed", 2), ("deepspeed-zero3-2021", 3)])
+def test_a_bucket_is_filled_while_another_is_reduced(runtime: str, zero: int, overlaps: bool) -> None:
+    """Two buffers of 1e9 bytes where reductions overlap, and no gradient whole besides; all closed forms know."""
+    problem = gpt()
+    problem = replace(problem, runtime=load_runtime(runtime))
+    plan = uniform_plan(problem, dp=8, zero=zero, microbatch=1, recompute="full", overlap_gradient_sync=overlaps)
+    (memory,) = simulate(plan, problem).memory
+    assert memory.consumers["unsharded gradients"] == pytest.approx(BUCKET_BYTES * (1 + overlaps), abs=1024)
+    found = estimate(plan, problem).peak_bytes
+    assert found[0] == pytest.approx(memory.peak_allocated_bytes, rel=0.01)
+    assert FastEstimator(problem).estimate(plan).peak_bytes == pytest.approx(found, rel=1e-9)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_gradient_that_no_bucket_holds_is_whole_besides(zero: int) -> None:
+    """``extra_large_param_to_reduce``: with buckets of two megabytes all products of a layer, none of its norms."""
+    problem = gpt(gradient_bucket_bytes=2_000_000, fills_bucket=(2, 3))
+    plan = validate(uniform_plan(problem, dp=8, zero=zero, microbatch=1, recompute="full"), problem)
+    (view,) = stage_views(plan, CostTables(problem))
+    begun = {group.num_elements for group in parameter_groups(view) if whole_gradients_begin(view, group)}
+    assert begun == {
+        group.num_elements for group in parameter_groups(view) if 2 * group.num_elements > 2_000_000
+    } and min(begun) == 512 * 2048
+    assert FastEstimator(problem).estimate(plan).peak_bytes == pytest.approx(
+        estimate(plan, problem).peak_bytes, rel=1e-9
+    )
 
 
 def test_what_a_step_works_in_is_said_without_contradiction() -> None:
