@@ -38,6 +38,9 @@ class Runtime:
         optimizer_bytes: Per parameter: moments, and the fp32 master copy where there is one.
         optimizer_workspace_bytes: Per parameter, alive only during the optimizer step (fp32 copies of
             gradients).
+        flat_workspace_bytes: Of that, what is one tensor for all that a rank steps.
+        sharded_workspace_bytes: The same under ZeRO, where it is other: per parameter that a rank steps, of each of the
+            tensors in which all are flat (in memory; its time is that of ``optimizer_workspace_bytes``).
         gradient_accumulation_bytes: Bytes per element in which gradients of microbatches are summed, and weights that
             stages share.
         reduced_gradient_bytes: In which data parallelism reduces them; None where they are not cast for it.
@@ -143,7 +146,12 @@ class Runtime:
         reduces_to_owners: ZeRO levels under which gradients are summed to a shard on each rank by one reduce to each
             owner after the other (``links.OWNER_REDUCE``), not by a reduce-scatter.
         fills_bucket: ZeRO levels under which gradients are written, as they are made, into a buffer of
-            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole.
+            ``gradient_bucket_bytes`` that each backward pass makes, whatever there is to fill it; no others are whole
+            but those that it does not hold. Two of them where reductions overlap.
+        flattens_gradients: Whole gradients are copied into one tensor to be reduced under ZeRO-1, of up to
+            ``gradient_bucket_bytes`` at a time, when the last backward pass is through (without ZeRO too, where the
+            step takes more).
+        drops_gradients: Of whole gradients that ZeRO-1 has reduced, those that a rank does not step go before the step.
         scatters_under_zero1: ZeRO-1 sums gradients to a shard on each rank; else every rank has them whole.
         flattens_sharded: What ZeRO-3 shards of a layer is one flat tensor to the optimizer (torch's first FSDP,
             FairScale).
@@ -189,6 +197,10 @@ class Runtime:
     loss_scaling: bool
     sources: Mapping[str, Text]
     adam_operations: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=5)]] = (8, 20)
+    flat_workspace_bytes: BytesPerParameter = 0
+    sharded_workspace_bytes: tuple[BytesPerParameter, ...] | None = None
+    flattens_gradients: bool = False
+    drops_gradients: bool = False
     scatters_under_zero1: bool = True
     reduces_to_owners: tuple[Literal[1, 2, 3], ...] = ()
     fills_bucket: tuple[Literal[2, 3], ...] = ()
@@ -240,6 +252,12 @@ class Runtime:
     def travelling_gradient_bytes(self) -> int:
         """Bytes per element of gradients that data parallelism reduces."""
         return self.reduced_gradient_bytes or self.gradient_accumulation_bytes
+
+    def workspace_bytes(self, *, sharded: bool) -> tuple[float, tuple[float, ...]]:
+        """Return what a step works in per parameter that a rank steps, under ZeRO or not: of each, of flat tensors."""
+        if sharded and self.sharded_workspace_bytes is not None:
+            return 0.0, self.sharded_workspace_bytes
+        return self.optimizer_workspace_bytes - self.flat_workspace_bytes, (self.flat_workspace_bytes,)
 
     @property
     def waiting_gradient_share(self) -> float | None:

@@ -206,6 +206,16 @@ def _contradictions(mapping: Mapping[str, Any]) -> list[tuple[bool, str]]:
             "refreshes_in_forward goes with neither gather among host_waits, copies_gathered nor "
             "parameter_calls_above, which are of ZeRO-3's gathers",
         ),
+        (
+            (mapping.get("flat_workspace_bytes") or 0) > mapping["optimizer_workspace_bytes"],
+            "flat_workspace_bytes must be part of optimizer_workspace_bytes",
+        ),
+        (
+            bool(mapping.get("drops_gradients"))
+            and (mapping.get("frees_gradients") != "all" or mapping.get("scatters_under_zero1") is not False),
+            "drops_gradients needs frees_gradients: all and scatters_under_zero1: false: it is of whole gradients that "
+            "every iteration makes anew",
+        ),
     ]
 
 

@@ -2,9 +2,9 @@
 
 Prints the table of `CHECKS`: GPT and BERT of 1.3 billion parameters and one model or more of other families, executed
 on fake tensors, in about six minutes. Or that of `WRAPPED`: models under PyTorch's own data parallelism, in two. Or
-that of plans drawn at random, of other models too.
+that of `OF_DEEPSPEED`: under DeepSpeed's own engine, in two. Or that of plans drawn at random, of other models too.
 
-Run: ``python -m validation.memory_check [--wrapped] [--random 40 --seed 1]``
+Run: ``python -m validation.memory_check [--wrapped | --deepspeed] [--random 40 --seed 1]``
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER_STATES)
 EXECUTOR = "windtunnel-executor"
 VALUED = "pytorch-ddp"
 """The runtime that is traced on tensors with data (``wrapped_trace``)."""
+DEEPSPEED, ZERO_3 = "megatron-deepspeed", "deepspeed-zero3-2021"
+"""The runtimes that are traced under DeepSpeed's own engine, which is not among what windtunnel depends on."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Check:
         model, num_gpus, global_batch: The problem, on A100s.
         degrees: Of ``simulator.uniform.uniform_plan``.
         devices: Which devices; None for the first.
-        runtime, attention: Of the executor; or one that PyTorch's own data parallelism stands for (``wrapped_model``).
+        runtime, attention: Of the executor; or one that PyTorch's own data parallelism stands for (``wrapped_model``),
+            or DeepSpeed's (``deepspeed_engine``).
         layers: Of a model cut down; 0 for all.
         shape: Of one cut down further.
     """
@@ -70,7 +73,8 @@ class Check:
             name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
             for name, value in self.degrees.items()
         ]
-        precision = "fp32" if self.runtime.endswith("fp32") else "bf16"
+        of_fp16 = self.runtime in (DEEPSPEED, ZERO_3)
+        precision = "fp32" if self.runtime.endswith("fp32") else "fp16" if of_fp16 else "bf16"
         model = f"{self.model} of {self.layers} layers" if self.layers else self.model
         model += "".join(f", {name.replace('_', ' ')} {value}" for name, value in self.shape.items())
         runtime = [self.runtime] if self.is_wrapped else []
@@ -101,8 +105,10 @@ def _of_torch(runtime: Runtime, attention: str) -> Runtime:
     """
     own = runtime if runtime.implementation.autocast else load_runtime("pytorch-fsdp2")
     implementation = replace(own.implementation, loss_keeps_logits=False)
+    if runtime.name in (DEEPSPEED, ZERO_3):
+        implementation = replace(implementation, dtype=runtime.implementation.dtype)
     runtime = replace(runtime, implementation=implementation, attention=attention)  # type: ignore[arg-type]
-    if runtime.name == VALUED:
+    if runtime.name in (VALUED, DEEPSPEED, ZERO_3):
         return runtime
     return replace(runtime, optimizer_kernels="fused", optimizer_workspace_bytes=0)
 
@@ -190,10 +196,11 @@ def wrapped_check(
     attention: str = "flash",
     **degrees: object,
 ) -> Check:
-    """Return the check of a model whose GPUs are replicas, or share everything by ZeRO-3."""
-    own: dict[str, object] = {} if runtime == VALUED else {"zero": 3}
+    """Return the check of a model whose GPUs are replicas, or share everything by ZeRO-3; by any ZeRO in DeepSpeed."""
+    own: dict[str, object] = {} if runtime in (VALUED, DEEPSPEED) else {"zero": 3}
     if num_gpus > 1:
-        own |= {"dp": num_gpus, "overlap_gradient_sync": True}
+        own |= {"dp": num_gpus}
+        own |= {} if runtime in (DEEPSPEED, ZERO_3) else {"overlap_gradient_sync": True}
     words = {**own, "microbatch": microbatch, **degrees}
     batch = num_gpus * microbatches * microbatch
     return Check(model, num_gpus, batch, words, (0,), runtime, attention, layers, shape or {})
@@ -222,6 +229,25 @@ WRAPPED = (
     wrapped_check(VALUED, "gpt3-350m", 2, 2, microbatch=2, layers=4, shape={"seq_len": 512}, attention="plain"),
     wrapped_check(VALUED, "llama2-7b", 2, 1, microbatch=16, layers=4, shape=LLAMA, attention="plain"),
     wrapped_check(VALUED, "resnet-50", 2, 1, microbatch=8, attention="plain"),
+)
+OF_DEEPSPEED = (
+    wrapped_check(DEEPSPEED, GPT, 2, 2, microbatch=1, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 4, 1, microbatch=2, attention="plain"),
+    wrapped_check(DEEPSPEED, GPT, 2, 1, microbatch=1, zero=1, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 4, 2, microbatch=1, zero=1, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 8, 1, microbatch=1, zero=1, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 8, 2, microbatch=2, zero=1),
+    wrapped_check(DEEPSPEED, GPT, 2, 1, microbatch=1, zero=2, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 4, 2, microbatch=1, zero=2, recompute="full"),
+    wrapped_check(DEEPSPEED, GPT, 8, 4, microbatch=2, zero=2),
+    wrapped_check(DEEPSPEED, "bert-large", 4, 2, microbatch=8, zero=1, attention="plain"),
+    wrapped_check(DEEPSPEED, "bert-large", 4, 2, microbatch=8, zero=2, recompute="full"),
+    wrapped_check(DEEPSPEED, "llama2-7b", 8, 1, microbatch=1, zero=1, recompute="full"),
+    wrapped_check(DEEPSPEED, "llama2-7b", 8, 2, microbatch=1, zero=2, recompute="full"),
+    wrapped_check(ZERO_3, GPT, 8, 1, microbatch=1, recompute="full"),
+    wrapped_check(ZERO_3, GPT, 8, 2, microbatch=1, overlap_gradient_sync=True),
+    wrapped_check(ZERO_3, "llama2-7b", 8, 1, microbatch=1, recompute="full"),
+    wrapped_check(ZERO_3, "llama2-7b", 8, 1, microbatch=1),
 )
 
 
@@ -321,16 +347,19 @@ def closing_words(rows: list[Compared]) -> str:
 def main() -> None:
     """Print the table of all checks, or of random ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wrapped", action="store_true", help="models under PyTorch's own data parallelism instead")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--wrapped", action="store_true", help="models under PyTorch's own data parallelism instead")
+    kind.add_argument("--deepspeed", action="store_true", help="models under DeepSpeed's own ZeRO instead")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="draw so many plans instead")
     parser.add_argument("--seed", type=int, default=0, help="the same plans for the same seed")
     given = parser.parse_args()
     if given.random < 0:
         parser.error(f"--random must be the number of plans to draw, at least 0, got {given.random}")
-    if given.random and given.wrapped:
-        parser.error("--random draws plans of the executor; leave it or --wrapped out")
+    if given.random and (given.wrapped or given.deepspeed):
+        other = "--wrapped" if given.wrapped else "--deepspeed"
+        parser.error(f"--random draws plans of the executor; leave it or {other} out")
     drawn = list(islice(random_checks(Random(given.seed)), given.random))
-    checks = drawn or (WRAPPED if given.wrapped else CHECKS)
+    checks = drawn or (WRAPPED if given.wrapped else OF_DEEPSPEED if given.deepspeed else CHECKS)
     rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
     print(table(rows))
     print(closing_words(rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -32,14 +33,33 @@ from simulator.plan import Plan
 from simulator.problem import Problem
 from validation.execution.parameters import initial_parameter
 from validation.execution.reference import terminal_tensors
-from validation.kinds.operator_context import RunState, make_context
+from validation.kinds.operator_context import Forward, RunState, make_context
 from validation.kinds.torch_kinds import build
 
 Values = tuple[torch.Tensor, ...]
 
 
+class OperatorModule(nn.Module):
+    """One operator, with its parameters; what is gathered module by module comes for it alone (DeepSpeed).
+
+    Args:
+        call: What computes it.
+        parameters: Its own, or tied ones.
+    """
+
+    def __init__(self, call: Forward, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._call, self._names = call, [f"parameter_{number}" for number in range(len(parameters))]
+        for name, parameter in zip(self._names, parameters, strict=True):
+            self.register_parameter(name, parameter)
+
+    def forward(self, *inputs: torch.Tensor) -> Values:
+        """Return what it makes."""
+        return self._call(inputs, [getattr(self, name) for name in self._names])
+
+
 class UnitModule(nn.Module):
-    """The operators of one unit (``CostTables.units``), with their parameters in fp32.
+    """The operators of one unit (``CostTables.units``), with their parameters.
 
     Args:
         problem: What the model is of.
@@ -48,10 +68,14 @@ class UnitModule(nn.Module):
         samples: Of a microbatch.
         state: Of the run.
         recomputes: It keeps its inputs only, and computes the rest again.
+        dtype: Of the parameters.
 
     Attributes:
         entering, leaving: Names of the tensors that it reads from others and makes for them.
+        checkpoint: What runs it where it is computed again.
     """
+
+    checkpoint: Callable[..., Any]
 
     def __init__(
         self,
@@ -62,26 +86,27 @@ class UnitModule(nn.Module):
         state: RunState,
         *,
         recomputes: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self._workload, self._operators, self._recomputes = problem.workload, operators, recomputes
+        self.checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        self._workload, self._indices, self._recomputes = problem.workload, operators, recomputes
         device, inside = torch.device("cpu"), set(operators)
-        self._calls, self._names = [], list[list[str]]()
+        modules = []
         for index in operators:
-            names = []
+            parameters = []
             for number, parameter in enumerate(problem.workload.parameters(index)):
-                _, tensor = initial_parameter(problem.workload, index, number, dtype=torch.float32, device=device)
+                _, tensor = initial_parameter(problem.workload, index, number, dtype=dtype, device=device)
                 own = nn.Parameter(tensor)
                 if parameter.tie is not None:
                     own = tied.setdefault(parameter.tie, own)
-                names.append(f"operator_{index}_{number}")
-                self.register_parameter(names[-1], own)
-            self._names.append(names)
+                parameters.append(own)
             context = make_context(
                 problem.workload, index, (), local_rank=0, samples=samples, local_samples=samples,
                 implementation=problem.runtime.implementation, device=device, run=state,
             )  # fmt: skip
-            self._calls.append(build(context))
+            modules.append(OperatorModule(build(context), parameters))
+        self.operators = nn.ModuleList(modules)
         ends = terminal_tensors(problem.workload)
         made = [name for index in operators for name in problem.workload.operators[index].outputs]
         read = [name for index in operators for name in problem.workload.operators[index].inputs]
@@ -93,16 +118,16 @@ class UnitModule(nn.Module):
     def forward(self, *values: torch.Tensor) -> Values:
         """Return what leaves, of what enters."""
         if self._recomputes:
-            found: Values = checkpoint(self._run, *values, use_reentrant=False, preserve_rng_state=False)
-            return found
+            found: torch.Tensor | Values = self.checkpoint(self._run, *values)
+            return (found,) if isinstance(found, torch.Tensor) else found
         return self._run(*values)
 
     def _run(self, *values: torch.Tensor) -> Values:
         live = dict(zip(self.entering, values, strict=True))
         del values
-        for index, call, names in zip(self._operators, self._calls, self._names, strict=True):
+        for index, operator in zip(self._indices, self.operators, strict=True):
             op = self._workload.operators[index]
-            outputs = call([live[name] for name in op.inputs], [getattr(self, name) for name in names])
+            outputs = operator(*(live[name] for name in op.inputs))
             live.update(zip(op.outputs, outputs, strict=True))
             del outputs
             for name in dict.fromkeys(op.inputs):
@@ -118,6 +143,7 @@ class WholeModel(nn.Module):
         problem: What it is of.
         samples: Of a microbatch.
         segments: What is computed again in backward, as in ``Stage.recompute``.
+        dtype: Of the parameters.
 
     Attributes:
         units: Modules.
@@ -128,7 +154,14 @@ class WholeModel(nn.Module):
         ValueError: If a segment is not a unit.
     """
 
-    def __init__(self, problem: Problem, samples: int, segments: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        samples: int,
+        segments: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         costs, state, tied = cost_tables(problem), RunState(), dict[str, nn.Parameter]()
         units = [list(members) for _, members in groupby(range(len(problem.workload)), costs.units.__getitem__)]
@@ -136,7 +169,7 @@ class WholeModel(nn.Module):
         if not set(segments) <= set(spans):
             raise ValueError(f"recomputed segments must be units, {spans}, got {list(segments)}")
         modules = [
-            UnitModule(problem, unit, tied, samples, state, recomputes=span in segments)
+            UnitModule(problem, unit, tied, samples, state, recomputes=span in segments, dtype=dtype)
             for unit, span in zip(units, spans, strict=True)
         ]
         self.units = nn.ModuleList(modules)

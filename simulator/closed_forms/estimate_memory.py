@@ -22,6 +22,7 @@ from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     ParameterGroup,
     bucket_buffer_bytes,
+    num_buffers,
     parameter_groups,
     whole_gradients_begin,
 )
@@ -45,7 +46,8 @@ class HeldBytes:
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         input_pass: As ``working``, where weight gradients come later, and what they need stays until then.
         weight_pass: What is there besides ``for_weights`` while these are made.
-        step: What the optimizer step works in.
+        flattened: What gradients are copied into before it to be reduced.
+        step: What the optimizer step works in, less gradients that have gone before it.
         refreshed: What gathering its results takes.
         buffer: What its operators share and never give back, as do stages of one device.
     """
@@ -60,6 +62,7 @@ class HeldBytes:
     for_weights: float
     input_pass: float
     weight_pass: float
+    flattened: float
     step: float
     refreshed: float
     buffer: float
@@ -80,7 +83,8 @@ def held_bytes(view: StageView) -> HeldBytes:
     whole = whole_for_a_while(view)
     for_weights = {index: _for_weights(view, index) for index in view.operators}
     walked = walk(view, whole, anew_of, late_of, {index: sum(sizes) for index, sizes in for_weights.items()})
-    bucket = bucket_buffer_bytes(parameter_groups(view), problem.runtime) if reduces_in_backward(plan) else 0.0
+    bucket = num_buffers(plan) * bucket_buffer_bytes(parameter_groups(view), problem.runtime)
+    bucket = bucket if reduces_in_backward(plan) else 0.0
     weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(
@@ -96,7 +100,8 @@ def held_bytes(view: StageView) -> HeldBytes:
         weight_pass=max(product_bytes(view.cost(i), problem) for i in view.operators)
         + whole.gradients
         + bucket,
-        step=float(sum(static.step_workspace)),
+        flattened=float(static.flattened),
+        step=float(static.step_bytes),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
         buffer=max(never_given_back_bytes(view.cost(index), problem) for index in view.operators),
     )
@@ -127,7 +132,8 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
     peaks: dict[int, float] = {}
     for rank in range(num_ranks):
         own = [stage for stage in range(len(plan.stages)) if ranks[stage] == rank]
-        in_step = max(sum(held[stage].step for stage in own), max(held[stage].refreshed for stage in own))
+        behind = max(max(held[stage].refreshed, held[stage].flattened) for stage in own)
+        in_step = max(sum(held[stage].step for stage in own), behind)
         states = sum(held[stage].states for stage in own) + max(held[stage].buffer for stage in own)
         gathered = max(held[stage].gathered for stage in own)
         if plan.schedule == "interleaved":

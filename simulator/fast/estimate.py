@@ -59,6 +59,7 @@ from simulator.fast.store import Store
 from simulator.fast.structure import structure
 from simulator.fast.tables import TableBuilder
 from simulator.fast.time import estimate_times
+from simulator.lowering.synchronisation import flattened_at_once
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan
@@ -109,6 +110,7 @@ def memory_rules(runtime: Runtime) -> MemoryRules:
         keeps_shards=runtime.keeps_gathered_shards,
         prefetches=runtime.holds_next("backward"),
         apart=runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
+        bucket_bytes=flattened_at_once(float("inf"), runtime),
         waits=runtime.waiting_gradient_share is not None,
         waiting=runtime.waiting_gradient_share or 1.0,
     )

@@ -43,6 +43,7 @@ from simulator.lowering.step import StepWork, work_of
 from simulator.lowering.synchronisation import (
     ParameterGroup,
     bucket_buffer_bytes,
+    flattened_bytes,
     is_copied,
     is_gathered,
     is_refreshed,
@@ -283,4 +284,5 @@ def _states(view: StageView, group: ParameterGroup) -> list[float]:
         anew.append(float(held.anew_bytes))
     chunks, largest = refreshed_bytes(group, view.costs)
     late = anew[True] if whole_gradients_begin(view, group) else 0.0
-    return [*lasting, *anew, float(sum(held.step_workspace)), chunks, late, largest]
+    flattened = flattened_bytes(group, view.costs.problem.runtime)
+    return [*lasting, *anew, float(held.step_bytes), chunks, late, flattened, largest]

@@ -29,6 +29,7 @@ from simulator.fast.memory import (
     BUCKET_BYTES,
     BUFFER_BYTES,
     FIRST_WORKING_BYTES,
+    FLATTENED_BYTES,
     FOR_WEIGHTS_BYTES,
     GATHERED_BYTES,
     HELD,
@@ -119,7 +120,7 @@ def _fill(
                 own_states += row[STATES_BYTES]
                 anew += row[ANEW_BYTES]
                 step += row[STEP_BYTES]
-                refreshed = max(refreshed, row[REFRESHED_BYTES])
+                refreshed = max(refreshed, row[REFRESHED_BYTES], min(row[FLATTENED_BYTES], rules.bucket_bytes))
                 gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES] + row[BUCKET_BYTES])
                 buffer = max(buffer, row[BUFFER_BYTES])
                 if schedule == INTERLEAVED:

@@ -12,6 +12,8 @@ from simulator.fast.memory import (
     BUCKET_BYTES,
     BUFFER,
     BUFFER_BYTES,
+    FLATTENED,
+    FLATTENED_BYTES,
     GATHERED,
     LARGEST,
     REFRESHED,
@@ -50,7 +52,7 @@ def hold_states(
     sharded = plans.reduces_every[plan] != 0 or (plans.num_microbatches[plan] == 1 and plans.overlaps[plan] != 0)
     column = STATES + 2 * sharded + (plans.reshards[plan] != 0)
     own_states, anew, step, refreshed, refreshed_most = 0.0, 0.0, 0.0, 0.0, 0.0
-    buffer, bucket, gathered, unsharded = 0.0, 0.0, 0.0, 0.0
+    buffer, bucket, gathered, unsharded, flattened = 0.0, 0.0, 0.0, 0.0, 0.0
     start = first
     for run in range(begin, stage.end):
         table, upto = run_tables[run], plans.run_stops[run]
@@ -58,6 +60,7 @@ def hold_states(
         own_states += sums[upto, column] - sums[start, column]
         anew += sums[upto, STATES + ANEW + sharded] - sums[start, STATES + ANEW + sharded]
         step += sums[upto, STATES + STEP] - sums[start, STATES + STEP]
+        flattened += sums[upto, STATES + FLATTENED] - sums[start, STATES + FLATTENED]
         gathered += sums[upto, GATHERED] - sums[start, GATHERED]
         unsharded += sums[upto, UNSHARDED] - sums[start, UNSHARDED]
         buffer = max(buffer, longest(tables.maxima, table, BUFFER, start, upto))
@@ -85,8 +88,10 @@ def hold_states(
             tied_anew[place] = tied_bytes[table, place, ANEW + sharded]
             anew += tied_anew[place]
             step += tied_bytes[table, place, STEP]
+            flattened += tied_bytes[table, place, FLATTENED]
             refreshed += tied_bytes[table, place, REFRESHED]
     held[WHOLE_BYTES] = (gathered if plans.reshards[plan] != 0 else 0.0) + (unsharded if sharded else 0.0)
     held[STATES_BYTES], held[ANEW_BYTES], held[STEP_BYTES] = own_states + anew, anew, step
     held[REFRESHED_BYTES], held[BUFFER_BYTES] = refreshed + refreshed_most, buffer
-    held[BUCKET_BYTES] = bucket if sharded else 0.0
+    held[FLATTENED_BYTES] = flattened
+    held[BUCKET_BYTES] = bucket * (1 + (plans.overlaps[plan] != 0)) if sharded else 0.0

@@ -166,7 +166,7 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
     smaller: dict[int, StagePasses] = {}
     workspace: list[int] = []
     refreshed: list[int] = []
-    buffer = 0
+    flattened = buffer = 0
     late = costs.problem.runtime.moments_at_first_step
     for placement, last_placement in zip(turns.placements, turns.last_placements, strict=True):
         view = placement.view
@@ -192,10 +192,13 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
         stream.add_static(static.moments, OPTIMIZER_STATES, mark=LATE if late else 0)
         workspace += static.step_workspace
         refreshed = max(refreshed, static.refreshed, key=sum)
+        flattened = max(flattened, static.flattened)
         buffer = max(buffer, programs[view.position].lasting_buffer)
     stream.add_static([buffer, costs.problem.matmul_workspace_bytes], WORKSPACE)
     stream.add_actions(programs, order, turns.labels, smaller, plan.num_microbatches - 1)
     begin_s, end_s, refreshed_s = turns.step_s
+    stream.add_step([flattened], begin_s, begin_s)
+    stream.drop_gradients(begin_s)
     # Torch's lists work in temporaries of the step itself, which makes moments first; copies of gradients come before.
     of_itself = costs.problem.runtime.optimizer_kernels == "foreach"
     stream.add_step(workspace, begin_s, end_s, marks=(STEPPED, 0) if of_itself else (0, STEPPED))
@@ -324,4 +327,12 @@ def _stage_passes_anew(
         },
         lasting=outliving,
         lasting_buffer=program.lasting_buffer_bytes(),
+        dropped=_dropped(program, static),
     )
+
+
+def _dropped(program: StageMemory, static: StaticBytes) -> NDArray[np.int64]:
+    """Return the numbers and bytes of gradients that go before the optimizer step: int64[., 2]."""
+    numbers = [program.table.names.get(f"unit {unit}/gradient {number}") for unit, number in static.dropped]
+    made = [number for number in numbers if number is not None]
+    return np.array([(number, program.table.sizes[number]) for number in made], dtype=np.int64).reshape(-1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulator.lowering.step import OPTIMIZER_STATE_BYTES
-from simulator.lowering.synchronisation import ParameterGroup, is_gathered
+from simulator.lowering.synchronisation import ParameterGroup, flattened_at_once, flattened_bytes, is_gathered
 from simulator.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ class StaticBytes:
             (``Runtime.hands_over_gradients``), else None; what is reduced is copied into a buffer that stays.
         gradients_anew: By unit, bytes of gradients that do not outlive an iteration: the first backward pass makes
             them. Shards of a unit are one tensor, and so is what is flat (``Runtime.flattens_sharded``).
-        step_workspace: Bytes per parameter tensor that live only during the optimizer step.
+        dropped: Of those, as unit and number, what goes before the optimizer step (``Runtime.drops_gradients``); what
+            the rank steps of it is in ``step_workspace``.
+        step_workspace: Bytes per parameter tensor that live only during the optimizer step, and of flat tensors of all.
+        flattened: Bytes that whole gradients are copied into to be reduced, before that.
         refreshed: Bytes of each tensor that gathering updated parameters takes: all chunks, all gathered, and the
             largest cut out; beside sums of gradients that are still there (``Runtime.scatters_anew``).
     """
@@ -36,9 +39,11 @@ class StaticBytes:
     gradients: list[int]
     handed: list[tuple[int, int] | None]
     gradients_anew: dict[int, tuple[int, ...]]
+    dropped: tuple[tuple[int, int], ...]
     masters: list[int]
     moments: list[int]
     step_workspace: list[int]
+    flattened: int
     refreshed: list[int]
 
     @property
@@ -50,6 +55,11 @@ class StaticBytes:
     def anew_bytes(self) -> int:
         """Gradients that a first backward pass makes."""
         return sum(size for sizes in self.gradients_anew.values() for size in sizes)
+
+    @property
+    def step_bytes(self) -> int:
+        """What the optimizer step takes beyond all that, less what goes before it."""
+        return sum(self.step_workspace) - sum(self.gradients_anew[unit][number] for unit, number in self.dropped)
 
 
 def static_bytes(
@@ -69,6 +79,7 @@ def static_bytes(
     made_bytes = runtime.implementation.activation_bytes
     anew = dict[int, list[int]]()
     joined_anew = dict[int, int]()
+    dropped, flat = list[tuple[int, int]](), dict[int, float]()
     chunks = gathered_again = largest = 0.0
     still_there: list[int] = []
     for group in groups:
@@ -78,6 +89,7 @@ def static_bytes(
         kept = elements * runtime.gathered_parameter_bytes if gathered and not reshards else 0.0
         parameters.append(int(elements * runtime.parameter_bytes / (shards if gathered else 1) + kept))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
+        drops = runtime.drops_gradients and group.zero == 1 and shards > 1
         gradient_bytes = runtime.gradient_bytes - runtime.bucket_bytes
         joined = runtime.flattens_sharded and is_gathered(group)
         if joined and not scattered:
@@ -91,6 +103,8 @@ def static_bytes(
             if scattered or joined:
                 joined_anew[unit] = joined_anew.get(unit, 0) + size
             else:
+                if drops:
+                    dropped.append((unit, len(anew.get(unit, ()))))
                 anew.setdefault(unit, []).append(size)
         else:
             gradients.append(size)
@@ -102,8 +116,11 @@ def static_bytes(
         masters.append(int(stepped * master))
         moments += [int(stepped * moment) for moment in both]
         adds_anew = runtime.scatters_anew and shards > 1 and group.zero == 1
-        sums = elements * gradient_bytes / shards if adds_anew else 0.0
-        workspace.append(int(stepped * runtime.optimizer_workspace_bytes + sums))
+        sums = elements * gradient_bytes / shards if adds_anew or drops else 0.0
+        of_each, of_all = runtime.workspace_bytes(sharded=group.zero >= 1 and shards > 1)
+        workspace.append(int(stepped * of_each + sums))
+        for place, each in enumerate(of_all):
+            flat[place] = flat.get(place, 0.0) + stepped * each
         if shards > 1 and group.zero in (1, 2) and not runtime.refreshes_in_place:
             chunks += elements * runtime.parameter_bytes / shards
             gathered_again += elements * runtime.parameter_bytes
@@ -113,7 +130,9 @@ def static_bytes(
     for unit, size in joined_anew.items():
         anew.setdefault(unit, []).append(size)
     made = {unit: tuple(sizes) for unit, sizes in anew.items()}
-    return StaticBytes(parameters, gradients, handed, made, masters, moments, workspace, refreshed)
+    flattened = int(flattened_at_once(sum(flattened_bytes(group, runtime) for group in groups), runtime))
+    stepped_in = [*workspace, *map(int, flat.values())], flattened, refreshed
+    return StaticBytes(parameters, gradients, handed, made, tuple(dropped), masters, moments, *stepped_in)
 
 
 def optimizer_parts_bytes(runtime: Runtime) -> tuple[float, float, float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.memory.events import CATEGORIES
+from simulator.memory.events import CATEGORIES, GRADIENTS
 from simulator.schedules.actions import BACKWARD, BACKWARD_WEIGHT, Action
 
 BLOCK_BYTES = 512
@@ -27,12 +27,14 @@ class StagePasses:
         passes: By kind of action.
         lasting: int64, ascending. Tensors that all microbatches share, in the order their stage makes them.
         lasting_buffer: Bytes of the buffer that its operators share and never give back.
+        dropped: int64[., 2]. Of the lasting, gradients that go before the optimizer step, and their bytes.
     """
 
     num_tensors: int
     passes: dict[str, PassEvents]
     lasting: NDArray[np.int64]
     lasting_buffer: int = 0
+    dropped: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
 
     def counterpart(self, tensors: NDArray[np.int64], other: StagePasses) -> NDArray[np.int64]:
         """Return one's own numbers for the lasting tensors of a microbatch of another size; any for the rest."""
@@ -103,6 +105,7 @@ class EventStream:
         self._times: list[NDArray[np.float64]] = []
         self._marks: list[NDArray[np.int8]] = []
         self._rooms: dict[int, int] = {}
+        self._dropped: list[NDArray[np.int64]] = []
         self._num_events = 0
         self._next_id = 0
 
@@ -158,6 +161,7 @@ class EventStream:
         first_id, smaller_id = {}, {}
         for stage, program in programs.items():
             first_id[stage] = self._next_id
+            self._dropped.append(program.dropped + np.array([self._next_id, 0]))
             self._next_id += count * program.num_tensors
         for stage, program in smaller.items():
             smaller_id[stage] = self._next_id
@@ -187,6 +191,12 @@ class EventStream:
             self._num_events += len(ids)
         self._actions.append(np.repeat(np.arange(len(order)), lengths))
         self._num_actions = len(order)
+
+    def drop_gradients(self, time_s: float) -> None:
+        """Append the end of gradients that go before the optimizer step (``StagePasses.dropped``)."""
+        for each in self._dropped:
+            freed = np.zeros(len(each), dtype=np.bool_)
+            self._append(each[:, 1], each[:, 0], freed, CATEGORIES.index(GRADIENTS), self._num_actions, time_s)
 
     def add_step(self, sizes: list[int], start_s: float, end_s: float, *, marks: tuple[int, int] = (0, 0)) -> None:
         """Append what lives during the optimizer step, or after it while parameters are refreshed.

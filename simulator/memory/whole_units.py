@@ -12,6 +12,7 @@ from hardware_models.runtime import Way
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import (
     bucket_buffer_bytes,
+    num_buffers,
     parameter_groups,
     units_gathered_for,
     whole_gradients_begin,
@@ -45,7 +46,9 @@ class WholeUnits:
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
         every = range(len(view.costs.problem.workload.operators))
         self._waiting = self._gradients(every, scattered * wait) if sharded_gradients and wait is not None else {}
-        self._bucket = bucket_buffer_bytes(parameter_groups(view), runtime) if sharded_gradients else 0.0
+        self._buckets = [0]
+        if sharded_gradients:
+            self._buckets = [int(bucket_buffer_bytes(parameter_groups(view), runtime))] * num_buffers(view.plan)
         self._unmade, self._at_end = list[int](), list[int]()  # units without gradients yet, and those made at the end
         self._open: int | None = None  # the unit whose gradients wait
         self._travelling: int | None = None  # the unit whose gradients are being scattered
@@ -137,9 +140,9 @@ class WholeUnits:
     # Gradients
 
     def begin(self, events: Pass) -> None:
-        """Begin a backward pass: make the buffer that gradients are written into, where there is one."""
+        """Begin a backward pass: make the buffers that gradients are written into, where there are any."""
         self._unmade, self._at_end = sorted(self._anew), []
-        events.allocate("gradient bucket", self._bucket, UNSHARDED)
+        events.allocate_each("gradient bucket", self._buckets, UNSHARDED)
 
     def scatters(self, unit: int) -> bool:
         """Return whether a unit has whole gradients that are scattered."""
@@ -175,7 +178,7 @@ class WholeUnits:
         self._make_anew(None, events)
         for each in self._unsharded:
             events.free(f"unit {each}/unsharded")
-        events.free("gradient bucket")
+        events.free_each("gradient bucket", self._buckets)
         self._open = self._travelling = None
 
     def _scatter(self, units: Sequence[int], events: Pass) -> None:
