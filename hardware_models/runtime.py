@@ -83,6 +83,8 @@ class Runtime:
             microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device: what a pass receives, where transfers are blocking;
             what ZeRO-3 gathered for a layer, and all before it; the gradient norm.
+        has_sequence_parallelism: The framework has Megatron's. Plans with it are simulated under one that has not all
+            the same, and a note says so (``simulator.remarks``).
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         copies_parts: What an operator reads of a tensor that a rank has whole is copied even where it lies in one
@@ -219,6 +221,7 @@ class Runtime:
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
     copies_parts: bool = False
+    has_sequence_parallelism: bool = True
     moments_at_first_step: bool = True
 
     @property

@@ -106,10 +106,12 @@ def plan(
     --recompute selective -o plan.yaml
     """
     from datafiles.writer import dump_yaml
+    from experiments.notes import show_notes
     from searchers.plan_words import describe_plan
     from simulator.closed_forms.estimate import estimate
     from simulator.plan import plan_to_mapping
     from simulator.plan_file import plan_document, save_plan
+    from simulator.remarks import remarks
     from simulator.result import format_bytes, format_s
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
@@ -157,6 +159,8 @@ def plan(
             "the last is there (gradient_bucket_bytes: null); megatron-deepspeed and pytorch-ddp have buckets",
             soft_wrap=True,
         )
+    notes = remarks(built, problem)
+    show_notes(notes)
     found = estimate(built, problem)
     if output is not None:
         save_plan(output, spec, built, fingerprint=problem.workload.fingerprint)
@@ -170,6 +174,7 @@ def plan(
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
             "estimated_host_binds": found.host_binds,
+            "notes": list(notes),
             "output": str(output) if output is not None else None,
         }
         print_json(summary)
