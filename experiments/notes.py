@@ -21,3 +21,11 @@ def show_notes_of_runs(notes: Iterable[Iterable[str]]) -> None:
         for words in of_run:
             found[words] = found.get(words, 0) + 1
     show_notes(f"{counted(count, 'run')}: {words}" for words, count in found.items())
+
+
+def left_out_of(cluster: str, profile: str | None) -> tuple[str, ...]:
+    """Return what a calibration holds that is of other hardware than a cluster, in sentences."""
+    from hardware_models.calibration_file import load_calibration
+    from hardware_models.cluster import parse_cluster
+
+    return load_calibration(profile).hardware(parse_cluster(cluster)).left_out if profile else ()

@@ -1,4 +1,4 @@
-"""What a user should know of a plan that is simulated all the same."""
+"""What a user should know of a plan, or of its hardware, that is simulated all the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
             f"{runtime.name} has no sequence parallelism, which the plan has: it is simulated as if it had, and no run "
             "is like that; megatron-lm-2022 and later have it"
         )
-    return tuple(found)
+    return (*found, *problem.hardware.left_out)
 
 
 def is_sequence_parallel(plan: Plan) -> bool:
