@@ -106,7 +106,10 @@ class SimulationResult:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation: model FLOP per second as a share of the peak; None where they are not known."""
+        """Model FLOP utilisation: model FLOP per second as a share of the peak; None where they are not known.
+
+        Above 1 where Winograd's algorithm does fewer operations than the products that are counted (fp32, 3x3).
+        """
         return self._utilisation(self.model_flop)
 
     @property
