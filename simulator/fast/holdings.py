@@ -276,10 +276,10 @@ def _states(view: StageView, group: ParameterGroup) -> list[float]:
     """Return model states as ``memory`` has them, and the largest tensor that is refreshed."""
     lasting, anew = [], []
     for sharded in (False, True):
-        for reshards in (False, True):
-            held = static_bytes([group], view.costs, sharded_gradients=sharded, reshards=reshards)
-            lasting.append(float(held.total_bytes))
+        held = static_bytes([group], view.costs, sharded_gradients=sharded)
+        lasting.append(float(held.total_bytes))
         anew.append(float(held.anew_bytes))
+    stays, _ = _zero_bytes(view, group)
     chunks, largest = refreshed_bytes(group, view.costs)
     late = anew[True] if whole_gradients_begin(view, group) else 0.0
-    return [*lasting, *anew, float(sum(held.step_workspace)), chunks, late, largest]
+    return [*lasting, stays, *anew, float(sum(held.step_workspace)), chunks, late, largest]

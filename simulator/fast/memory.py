@@ -10,10 +10,11 @@ from simulator.fast.arrays import Floats, Ints
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
 # gathers and scatters, what a segment that ends with the operator made for others and their gradients, to its end;
-# model states but for gradients made anew by (gradients sharded, parameters resharded), those gradients by sharded,
-# what the optimizer step works in, what refreshing takes but for its largest tensor, and of gradients made anew shards.
+# model states but for gradients made anew by whether gradients are sharded, parameters that ZeRO gathers once for all
+# that use them, those gradients by sharded, what the optimizer step works in, what refreshing takes but for its largest
+# tensor, and of gradients made anew shards.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, STATES = range(9)
-ANEW, STEP, REFRESHED, LATE, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 4, 6, 7, 8, 9, 10, 11
+STAYS, ANEW, STEP, REFRESHED, LATE, TIED_GATHERED, TIED_SCATTERED, NUM_STATES = 2, 3, 5, 6, 7, 8, 9, 10
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
@@ -26,8 +27,9 @@ MAXIMA = 11
 # some time, all added up.
 KEPT_BYTES, WORKING_BYTES, FIRST_WORKING_BYTES, FOR_WEIGHTS_BYTES, INPUT_PASS_BYTES, WEIGHT_PASS_BYTES = range(6)
 LAST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(6, 12)
-BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES = range(12, 15)
-HELD = 15
+BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES, STAYS_BYTES, FORWARD_BYTES = range(12, 17)
+LAST_WORKING_BYTES, LAST_END_BYTES = range(17, 19)
+HELD = 19
 
 
 class MemoryRules(NamedTuple):
@@ -36,7 +38,7 @@ class MemoryRules(NamedTuple):
     Attributes:
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
         keeps_shards: So is a tensor as it was made, beside what was gathered of it, though its producer saves none.
-        prefetches: ZeRO-3 holds a unit and the next one.
+        prefetches, prefetches_forward: ZeRO-3 holds a unit and the next one, in backward and forward passes.
         apart: A unit is given back before its gradients are copied into what is scattered.
         waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
     """
@@ -45,6 +47,7 @@ class MemoryRules(NamedTuple):
     keeps_outputs: bool
     keeps_shards: bool
     prefetches: bool
+    prefetches_forward: bool
     apart: bool
     waits: bool
     waiting: float
