@@ -57,6 +57,8 @@ class Runtime:
             host's time of one; those of at most so many elements stay gathered and take none to gather. None where a
             call is for a layer.
         host_seconds_per_list_entry: What such a call costs the host for each rank, where it is given a tensor of each.
+        reduces_by_unit: Gradients that ZeRO-3 does not shard are reduced by units too, each when the backward pass is
+            through with it (where FSDP wraps modules, whatever it shards of them).
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
         regathers_recomputed: ZeRO-3 frees the parameters of a layer that was computed again whole, and gathers them
@@ -207,6 +209,7 @@ class Runtime:
     copies_gathered: bool = False
     joins_gathers: bool = False
     reduces_ties_by_use: bool = False
+    reduces_by_unit: bool = False
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None

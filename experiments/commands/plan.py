@@ -150,7 +150,8 @@ def plan(
     validate(built, problem)
     if sequence_parallel and tp == 1:
         messages().print("--sequence-parallel changes nothing here: --tp 1 splits no layer over GPUs")
-    by_unit = any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
+    by_unit = problem.runtime.reduces_by_unit
+    by_unit |= any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
     if overlap_gradient_sync and dp == 1:
         messages().print("--overlap-gradient-sync changes nothing here: --dp 1 has no gradients to reduce")
     elif overlap_gradient_sync and not by_unit and problem.runtime.gradient_bucket_bytes is None:
