@@ -68,13 +68,16 @@ def file_model(
     return create_model(f"{of.__name__}File", __base__=FileModel, **{**own, **others})
 
 
-def validated(model_class: type[Model], mapping: Mapping[str, Any], source: str) -> Model:
+def validated(
+    model_class: type[Model], mapping: Mapping[str, Any], source: str, *, names: Mapping[str, str] | None = None
+) -> Model:
     """Return the model that a mapping read from a file describes.
 
     Args:
         model_class: What the file must hold, usually a `FileModel`.
         mapping: Mappings with string keys, lists, strings, numbers, booleans, None.
         source: Name for messages, usually the path.
+        names: What the file calls a field, where that is not the field's own name; for messages.
 
     Returns:
         The model.
@@ -101,7 +104,7 @@ def validated(model_class: type[Model], mapping: Mapping[str, Any], source: str)
             return model_class.model_validate_json(json.dumps(repaired))
         except ValidationError as error:
             first = error
-    raise DataFileError(source, _message(model_class, first)) from None
+    raise DataFileError(source, _message(model_class, first, names or {})) from None
 
 
 def _with_whole_floats_as_integers(mapping: Mapping[str, Any], error: ValidationError) -> tuple[Any, int]:
@@ -129,14 +132,20 @@ _OF_A_UNION = re.compile(r"constrained-\w+|(tuple|list|dict|literal)\[.*\]")
 """What pydantic puts into a place for a member of a union, which is in no file."""
 
 
-def _message(model_class: type[BaseModel], error: ValidationError) -> str:
+_WORD = re.compile(r"\w+")
+
+
+def _message(model_class: type[BaseModel], error: ValidationError, names: Mapping[str, str]) -> str:
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
             continue  # pydantic counts only the values that are right; the wrong ones are listed themselves
         named = [_short(str(part)) for part in detail["loc"] if not _OF_A_UNION.fullmatch(str(part))]
-        place = ".".join(named) or "top level"
-        lines[f"{place}: {_sentence(model_class, detail)}"] = None
+        sentence = _sentence(model_class, detail)
+        if not named:  # of several fields, which the sentence names; it quotes no text of the file
+            sentence = _WORD.sub(lambda word: names.get(word[0], word[0]), sentence)
+        place = ".".join([names.get(named[0], named[0]), *named[1:]]) if named else "top level"
+        lines[f"{place}: {sentence}"] = None
     listed = list(lines)
     if len(listed) == 1:
         return listed[0]

@@ -148,6 +148,30 @@ class Calibration:
             operator_profile=operators,
             collective_table=table,
             table_of=self.collectives_of,
+            left_out=self._left_out(presets, types),
+        )
+
+    def _left_out(self, presets: Set[str], types: Set[str]) -> tuple[str, ...]:
+        """Return which parts are of other hardware than that in use, in sentences."""
+        measured: dict[str, tuple[str, ...]] = {
+            "links": tuple(self.links),
+            "networks": tuple(self.networks),
+            "collectives": (self.collectives_of,) if self.collectives and self.collectives_of is not None else (),
+        }
+        found: dict[tuple[str, ...], list[str]] = {}
+        for part, of in measured.items():
+            others = tuple(each for each in of if not _is_among(each, presets))
+            if others and not all(_is_among(preset, of) for preset in presets):
+                found.setdefault(others, []).append(part)
+        words = [(parts, of, presets) for of, parts in found.items()]
+        if self.operators is not None and self.operators.gpu_type not in types:
+            words.append((["operators"], (self.operators.gpu_type,), types))
+        if self.gpus and not types & set(self.gpus):
+            words.append((["GPU constants"], tuple(self.gpus), types))
+        return tuple(
+            f"{', '.join(parts)} of the calibration are left out: they are of {', '.join(of)}, not of "
+            f"{', '.join(sorted(own))}, whose shipped ones are used; calibrate for it"
+            for parts, of, own in words
         )
 
     def _node(self, node: Node) -> Node:

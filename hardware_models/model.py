@@ -31,12 +31,14 @@ class HardwareModel:
             (the cost tables decide, from ``lookup``).
         collective_table: Measured collectives and transfers; where present they come before the link model.
         table_of: Measured name of the preset that the table was measured on; None: any. Others keep the link model.
+        left_out: What a calibration holds that is of other hardware and so not used, in sentences.
     """
 
     cluster: Cluster
     operator_profile: OperatorProfile | None = None
     collective_table: CollectiveTable | None = None
     table_of: str | None = None
+    left_out: tuple[str, ...] = field(default=(), compare=False)
     _flows: dict[tuple[str, tuple[int, ...]], tuple[Flow, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

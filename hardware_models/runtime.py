@@ -60,6 +60,8 @@ class Runtime:
             host's time of one; those of at most so many elements stay gathered and take none to gather. None where a
             call is for a layer.
         host_seconds_per_list_entry: What such a call costs the host for each rank, where it is given a tensor of each.
+        reduces_by_unit: Gradients that ZeRO-3 does not shard are reduced by units too, each when the backward pass is
+            through with it (where FSDP wraps modules, whatever it shards of them).
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
         regathers_recomputed: ZeRO-3 frees the parameters of a layer that was computed again whole, and gathers them
@@ -86,6 +88,8 @@ class Runtime:
             microbatch, whole to every rank (of models with attention in separate operators).
         host_waits: Events at which the host waits for the device: what a pass receives, where transfers are blocking;
             what ZeRO-3 gathered for a layer, and all before it; the gradient norm.
+        has_sequence_parallelism: The framework has Megatron's. Plans with it are simulated under one that has not all
+            the same, and a note says so (``simulator.remarks``).
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         copies_parts: What an operator reads of a tensor that a rank has whole is copied even where it lies in one
@@ -219,6 +223,7 @@ class Runtime:
     copies_gathered: bool = False
     joins_gathers: bool = False
     reduces_ties_by_use: bool = False
+    reduces_by_unit: bool = False
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None
@@ -233,6 +238,7 @@ class Runtime:
     scatters_anew: bool = False
     keeps_gathered_shards: bool = False
     copies_parts: bool = False
+    has_sequence_parallelism: bool = True
     moments_at_first_step: bool = True
     tied_gradients_wait: bool = True
 

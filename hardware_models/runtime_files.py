@@ -193,6 +193,10 @@ def _contradictions(mapping: Mapping[str, Any]) -> list[tuple[bool, str]]:
             "write bucket_bytes: 0, gradient_bytes of one copy, and frees_gradients: none",
         ),
         (
+            bool(mapping.get("reduces_by_unit")) and mapping.get("gradient_bucket_bytes") is not None,
+            "reduces_by_unit needs gradient_bucket_bytes: null, since units are reduced, not buckets",
+        ),
+        (
             "receive" in waits and mapping.get("transfer_mode") == "overlapped",
             "host_waits must not have receive where transfer_mode is overlapped: nothing waits for what travels beside",
         ),

@@ -89,8 +89,8 @@ class Plan:
         gradient_reduction: ``"last"`` synchronises gradients once per iteration, ``"every"`` per microbatch.
         overlap_gradient_sync: Buckets are reduced while the backward pass still runs.
         reshard_after_forward: ZeRO-3 parameters are freed after each pass and gathered for the next; else gathered in
-            the first forward pass and kept to the end of the iteration (as FSDP2's modules that are told not to
-            reshard after backward passes either, but for the last).
+            the first forward pass of an iteration and kept until the last backward pass is through with them (as
+            FSDP2's modules that are told not to reshard after backward passes either, but for the last).
         replica_assignment: ``"slice"`` cuts each microbatch over the replicas (unequal parts allowed),
             ``"round_robin"`` gives whole microbatches to replicas in turn.
         last_microbatch_size: Samples of the last microbatch where it is smaller than the others: what is left of

@@ -48,6 +48,7 @@ class SimulationResult:
         plan_hash: Canonical hash of the plan.
         engine: Name of the engine.
         wall_s: Seconds the simulation took.
+        notes: What to know before the figures are read (``simulator.remarks``).
     """
 
     iteration_time_s: float
@@ -64,6 +65,7 @@ class SimulationResult:
     plan_hash: str
     engine: str
     wall_s: float
+    notes: tuple[str, ...] = ()
 
     @property
     def graph(self) -> TaskGraph:
@@ -104,7 +106,10 @@ class SimulationResult:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation: model FLOP per second as a share of the peak; None where they are not known."""
+        """Model FLOP utilisation: model FLOP per second as a share of the peak; None where they are not known.
+
+        Above 1 where Winograd's algorithm does fewer operations than the products that are counted (fp32, 3x3).
+        """
         return self._utilisation(self.model_flop)
 
     @property
@@ -183,6 +188,7 @@ class SimulationResult:
             "memory": [_memory_mapping(memory, self.graph) for memory in self.memory],
             "duration_sources": {name: float(share) for name, share in self.duration_sources.items()},
             "switched_off": _switched_off(self.fidelity),
+            "notes": list(self.notes),
             "engine": self.engine,
             "num_tasks": self.graph.num_tasks,
             "wall_s": self.wall_s,
@@ -208,6 +214,7 @@ class SimulationResult:
             lines.append(f"operator times  {sources}")
         if off := _switched_off(self.fidelity):
             lines.append(f"without         {', '.join(off)}")
+        lines += [f"note            {words}" for words in self.notes]
         return "\n".join(lines)
 
     def _mfu_words(self) -> str:

@@ -16,6 +16,7 @@ from simulator.lowering.lower import Lowered, lower
 from simulator.memory.device_memory import device_memory, live_bytes
 from simulator.plan import Plan
 from simulator.problem import Problem
+from simulator.remarks import remarks
 from simulator.result import SimulationResult
 from simulator.run import LaterRun, Run
 from simulator.segments import SOURCES
@@ -119,6 +120,7 @@ def simulate(
         plan_hash=canonical.own_hash(),
         engine=engine,
         wall_s=perf_counter() - began,
+        notes=remarks(canonical, problem),
     )
 
 

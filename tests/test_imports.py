@@ -26,7 +26,6 @@ ROOMS = {
     "simulator.closed_forms": 3,
     "simulator.reports": 3,
     "simulator.fast": 4,
-    "simulator.batch": 4,
     "validation.kinds": 0,
     "validation.execution": 1,
     "validation.profiling": 2,

@@ -206,12 +206,16 @@ def wrapped_check(
     return Check(model, num_gpus, batch, words, (0,), runtime, attention, layers, shape or {})
 
 
+NARROW = {"hidden": 1024, "heads": 8, "seq_len": 256, "vocab": 2048}
+"""Few activations beside parameters: what the last backward pass gives back then matters."""
 LLAMA = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 688, "seq_len": 256, "vocab": 512}
 WRAPPED = (
     wrapped_check("pytorch-fsdp2", GPT, 4, 1, microbatch=2),
     wrapped_check("pytorch-fsdp2", GPT, 8, 2, microbatch=2, recompute="full"),
     wrapped_check("pytorch-fsdp2", "llama2-7b", 8, 1, microbatch=1),
     wrapped_check("pytorch-fsdp2", "llama2-7b", 8, 2, microbatch=1, zero=2),
+    wrapped_check("pytorch-fsdp2", GPT, 8, 1, microbatch=1, layers=24, shape=NARROW, recompute="full", zero=2),
+    wrapped_check("pytorch-fsdp2", GPT, 8, 3, microbatch=1, layers=24, shape=NARROW, recompute="full", zero=2),
     wrapped_check("pytorch-fsdp2", "llama3-8b", 8, 2, microbatch=1, recompute="full"),
     wrapped_check("pytorch-fsdp2", "bert-large", 4, 2, microbatch=8),
     wrapped_check("pytorch-fsdp2", "bert-large", 4, 2, microbatch=8, gradient_reduction="last"),

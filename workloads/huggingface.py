@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datafiles.errors import DataFileError
 from datafiles.names import nearest
@@ -20,6 +20,13 @@ from workloads.models.families import FAMILIES
 from workloads.models.fields import ModelSpec
 
 _ABSENT = object()
+
+
+class _Read(NamedTuple):
+    """What a field of a specification has, and the key that it was read from, which errors name."""
+
+    key: str
+    value: Any
 
 
 class _Config:
@@ -38,14 +45,18 @@ class _Config:
             raise DataFileError(self._source, f"{key}: is required of a {self.model_type} model, but missing")
         return default
 
+    def read(self, key: str, default: Any = _ABSENT) -> _Read:
+        """Return the value of ``key`` with its key; see `get`."""
+        return _Read(key, self.get(key, default))
+
     def is_null(self, key: str) -> bool:
         """Return whether ``key`` is there without a value."""
         return key in self._mapping and self._mapping[key] is None
 
-    def dropout(self, key: str, default: float) -> Any:
-        """Return a probability; ``0`` and ``0.0`` mean the same."""
+    def dropout(self, key: str, default: float) -> _Read:
+        """Return a probability with its key; ``0`` and ``0.0`` mean the same."""
         value = self.get(key, default)
-        return float(value) if type(value) is int else value
+        return _Read(key, float(value) if type(value) is int else value)
 
     @property
     def model_type(self) -> Any:
@@ -67,33 +78,33 @@ class _Config:
 def _gpt2(config: _Config) -> dict[str, Any]:
     return {
         "family": "gpt",
-        "layers": config.get("n_layer", 12),
-        "hidden": config.get("n_embd", 768),
-        "heads": config.get("n_head", 12),
-        "seq_len": config.get("n_positions", 1024),
-        "num_positions": config.get("n_positions", 1024),
-        "vocab": config.get("vocab_size", 50257),
-        "ffn": config.get("n_inner", None),
+        "layers": config.read("n_layer", 12),
+        "hidden": config.read("n_embd", 768),
+        "heads": config.read("n_head", 12),
+        "seq_len": config.read("n_positions", 1024),
+        "num_positions": config.read("n_positions", 1024),
+        "vocab": config.read("vocab_size", 50257),
+        "ffn": config.read("n_inner", None),
         "dropout": config.dropout("resid_pdrop", 0.1),
         "attention_dropout": config.dropout("attn_pdrop", 0.1),
-        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "tied_embeddings": config.read("tie_word_embeddings", True),
     }
 
 
 def _gpt_neox(config: _Config) -> dict[str, Any]:
     return {
         "family": "gpt",
-        "layers": config.get("num_hidden_layers", 44),
-        "hidden": config.get("hidden_size", 6144),
-        "heads": config.get("num_attention_heads", 64),
-        "seq_len": config.get("max_position_embeddings", 2048),
-        "vocab": config.get("vocab_size", 50432),
-        "ffn": config.get("intermediate_size", 24576),
+        "layers": config.read("num_hidden_layers", 44),
+        "hidden": config.read("hidden_size", 6144),
+        "heads": config.read("num_attention_heads", 64),
+        "seq_len": config.read("max_position_embeddings", 2048),
+        "vocab": config.read("vocab_size", 50432),
+        "ffn": config.read("intermediate_size", 24576),
         "positions": "rotary",
-        "parallel_residual": config.get("use_parallel_residual", True),
+        "parallel_residual": config.read("use_parallel_residual", True),
         "dropout": config.dropout("hidden_dropout", 0.0),
         "attention_dropout": config.dropout("attention_dropout", 0.0),
-        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "tied_embeddings": config.read("tie_word_embeddings", False),
     }
 
 
@@ -104,17 +115,17 @@ def _llama(config: _Config) -> dict[str, Any]:
     kv_heads = None if config.is_null("num_key_value_heads") else config.get("num_key_value_heads", absent_kv_heads)
     return {
         "family": "llama",
-        "layers": config.get("num_hidden_layers"),
-        "hidden": config.get("hidden_size"),
-        "heads": config.get("num_attention_heads"),
-        "kv_heads": kv_heads,
-        "head_dim": config.get("head_dim", None),
-        "ffn": config.get("intermediate_size"),
-        "seq_len": config.get("seq_len", None) or config.get("max_position_embeddings"),
-        "vocab": config.get("vocab_size"),
-        "qkv_bias": config.get("attention_bias", config.model_type == "qwen2"),
-        "output_bias": config.get("attention_bias", False),
-        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "layers": config.read("num_hidden_layers"),
+        "hidden": config.read("hidden_size"),
+        "heads": config.read("num_attention_heads"),
+        "kv_heads": _Read("num_key_value_heads", kv_heads),
+        "head_dim": config.read("head_dim", None),
+        "ffn": config.read("intermediate_size"),
+        "seq_len": config.read("max_position_embeddings" if config.get("seq_len", None) is None else "seq_len"),
+        "vocab": config.read("vocab_size"),
+        "qkv_bias": config.read("attention_bias", config.model_type == "qwen2"),
+        "output_bias": config.read("attention_bias", False),
+        "tied_embeddings": config.read("tie_word_embeddings", False),
         "attention_dropout": config.dropout("attention_dropout", 0.0),
     }
 
@@ -124,16 +135,18 @@ def _bert(config: _Config) -> dict[str, Any]:
     positions = config.get("max_position_embeddings", 514 if roberta else 512)
     # RoBERTa's positions begin after the padding index: two rows are never used.
     length = positions - 2 if roberta and isinstance(positions, int) else positions
+    if roberta and positions in (1, 2):
+        config.refuse("max_position_embeddings", positions, "two come before the first token, so it must be 3 or more")
     return {
         "family": "bert",
-        "layers": config.get("num_hidden_layers", 12),
-        "hidden": config.get("hidden_size", 768),
-        "heads": config.get("num_attention_heads", 12),
-        "ffn": config.get("intermediate_size", 3072),
-        "seq_len": length,
-        "num_positions": positions,
-        "vocab": config.get("vocab_size", 50265 if roberta else 30522),
-        "segments": config.get("type_vocab_size", 2),
+        "layers": config.read("num_hidden_layers", 12),
+        "hidden": config.read("hidden_size", 768),
+        "heads": config.read("num_attention_heads", 12),
+        "ffn": config.read("intermediate_size", 3072),
+        "seq_len": _Read("max_position_embeddings", length),
+        "num_positions": _Read("max_position_embeddings", positions),
+        "vocab": config.read("vocab_size", 50265 if roberta else 30522),
+        "segments": config.read("type_vocab_size", 2),
         "next_sentence": "ForPreTraining" in config.architectures,
         "dropout": config.dropout("hidden_dropout_prob", 0.1),
         "attention_dropout": config.dropout("attention_probs_dropout_prob", 0.1),
@@ -144,14 +157,14 @@ def _vit(config: _Config) -> dict[str, Any]:
     labels = config.get("id2label", None)
     return {
         "family": "vit",
-        "layers": config.get("num_hidden_layers", 12),
-        "hidden": config.get("hidden_size", 768),
-        "heads": config.get("num_attention_heads", 12),
-        "ffn": config.get("intermediate_size", 3072),
-        "image": config.get("image_size", 224),
-        "patch": config.get("patch_size", 16),
-        "channels": config.get("num_channels", 3),
-        "classes": config.get("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 1000),
+        "layers": config.read("num_hidden_layers", 12),
+        "hidden": config.read("hidden_size", 768),
+        "heads": config.read("num_attention_heads", 12),
+        "ffn": config.read("intermediate_size", 3072),
+        "image": config.read("image_size", 224),
+        "patch": config.read("patch_size", 16),
+        "channels": config.read("num_channels", 3),
+        "classes": config.read("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 1000),
         "dropout": config.dropout("hidden_dropout_prob", 0.0),
         "attention_dropout": config.dropout("attention_probs_dropout_prob", 0.0),
     }
@@ -159,21 +172,23 @@ def _vit(config: _Config) -> dict[str, Any]:
 
 def _t5(config: _Config) -> dict[str, Any]:
     projection = str(config.get("feed_forward_proj", "relu"))
-    length = config.get("n_positions", 512)
+    if not projection.startswith("gated-") and projection not in ("relu", "gelu"):
+        config.refuse("feed_forward_proj", config.get("feed_forward_proj"), "must be relu, gelu or gated-...")
+    length = config.read("n_positions", 512)
     return {
         "family": "t5",
-        "layers": config.get("num_layers", 6),
-        "decoder_layers": config.get("num_decoder_layers", None),
-        "hidden": config.get("d_model", 512),
-        "heads": config.get("num_heads", 8),
-        "head_dim": config.get("d_kv", 64),
-        "ffn": config.get("d_ff", 2048),
+        "layers": config.read("num_layers", 6),
+        "decoder_layers": config.read("num_decoder_layers", None),
+        "hidden": config.read("d_model", 512),
+        "heads": config.read("num_heads", 8),
+        "head_dim": config.read("d_kv", 64),
+        "ffn": config.read("d_ff", 2048),
         "seq_len": length,
         "decoder_seq_len": length,
-        "vocab": config.get("vocab_size", 32128),
+        "vocab": config.read("vocab_size", 32128),
         "activation": "swiglu" if projection.startswith("gated-") else projection,
-        "position_buckets": config.get("relative_attention_num_buckets", 32),
-        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "position_buckets": config.read("relative_attention_num_buckets", 32),
+        "tied_embeddings": config.read("tie_word_embeddings", True),
         "dropout": config.dropout("dropout_rate", 0.1),
         "attention_dropout": config.dropout("dropout_rate", 0.1),
     }
@@ -217,11 +232,14 @@ def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
     fields["name"] = str(config.get("_name_or_path", None) or _name_from(source))[:200]
     spec = FAMILIES[fields["family"]].spec
     if "vocab_multiple" in spec.model_fields:
-        fields["vocab_multiple"] = config.get("vocab_multiple", 1)
+        fields["vocab_multiple"] = config.read("vocab_multiple", 1)
     for added in ("seq_len", "decoder_seq_len"):
-        if added in fields:
-            fields[added] = config.get(added, fields[added])
-    return validated(spec, {key: value for key, value in fields.items() if value is not None}, source)
+        if added in fields and config.get(added, None) is not None:
+            fields[added] = config.read(added)
+    names = {field: found.key for field, found in fields.items() if isinstance(found, _Read)}
+    values = {field: found.value if isinstance(found, _Read) else found for field, found in fields.items()}
+    given = {field: value for field, value in values.items() if value is not None}
+    return validated(spec, given, source, names=names)
 
 
 def _name_from(source: str) -> str:

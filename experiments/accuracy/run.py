@@ -32,6 +32,7 @@ class Outcome:
         wall_s: Seconds the simulation took, problem and plan included.
         plan_hash: Of the plan, whatever its spelling.
         num_gpus: Of the problem.
+        notes: What to know before the figures are read (``simulator.remarks``).
     """
 
     case: Case
@@ -41,6 +42,7 @@ class Outcome:
     wall_s: float
     plan_hash: str
     num_gpus: int
+    notes: tuple[str, ...] = ()
 
     @property
     def time_error(self) -> float | None:
@@ -115,6 +117,7 @@ def run_case(case: Case, *, fidelity: Fidelity | None = None, engine: str | None
         wall_s=perf_counter() - began,
         plan_hash=plan.canonical_hash(problem.workload),
         num_gpus=problem.num_devices,
+        notes=result.notes,
     )
 
 

@@ -71,6 +71,7 @@ def compare_searchers(
     Example: windtunnel compare -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o out
     """
     from experiments.compare import compare
+    from experiments.notes import left_out_of, show_notes
     from experiments.progress import searchers_progress
     from searchers.budget import Budget
 
@@ -101,6 +102,7 @@ def compare_searchers(
         kept = f"; finished searchers are kept in {output}, the same command continues" if output else ""
         messages().print(f"interrupted{kept}", markup=False)
         raise typer.Exit(INTERRUPTED) from None
+    show_notes(left_out_of(cluster, profile))
     if as_json:
         print_lines(found.to_json(orient="records", indent=2))
         return

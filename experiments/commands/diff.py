@@ -39,6 +39,7 @@ def diff(
 
     Example: windtunnel diff out/plans/ddp.yaml out/plans/megatron-grid.yaml --plot why.png
     """
+    from experiments.notes import show_notes
     from experiments.progress import simulation_progress
     from simulator.fidelity import Fidelity
     from simulator.plan_file import load_plan, problem_of_file
@@ -54,6 +55,7 @@ def diff(
     for (path, _, plan), problem in zip(loaded, problems, strict=True):
         with simulation_progress(f"simulating {path.name}") as progress:
             results.append(simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress))
+    show_notes(words for result in results for words in result.notes)
     names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
     found = difference(*results, names=names)
     if plot is not None:

@@ -106,10 +106,12 @@ def plan(
     --recompute selective -o plan.yaml
     """
     from datafiles.writer import dump_yaml
+    from experiments.notes import show_notes
     from searchers.plan_words import describe_plan
     from simulator.closed_forms.estimate import estimate
     from simulator.plan import plan_to_mapping
     from simulator.plan_file import plan_document, save_plan
+    from simulator.remarks import remarks
     from simulator.result import format_bytes, format_s
     from simulator.uniform import uniform_plan
     from simulator.validate import validate
@@ -148,7 +150,8 @@ def plan(
     validate(built, problem)
     if sequence_parallel and tp == 1:
         messages().print("--sequence-parallel changes nothing here: --tp 1 splits no layer over GPUs")
-    by_unit = any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
+    by_unit = problem.runtime.reduces_by_unit
+    by_unit |= any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
     if overlap_gradient_sync and dp == 1:
         messages().print("--overlap-gradient-sync changes nothing here: --dp 1 has no gradients to reduce")
     elif overlap_gradient_sync and not by_unit and problem.runtime.gradient_bucket_bytes is None:
@@ -157,6 +160,8 @@ def plan(
             "the last is there (gradient_bucket_bytes: null); megatron-deepspeed and pytorch-ddp have buckets",
             soft_wrap=True,
         )
+    notes = remarks(built, problem)
+    show_notes(notes)
     found = estimate(built, problem)
     if output is not None:
         save_plan(output, spec, built, fingerprint=problem.workload.fingerprint)
@@ -170,6 +175,7 @@ def plan(
             "estimated_peak_bytes": list(found.peak_bytes),
             "estimated_fits": found.fits,
             "estimated_host_binds": found.host_binds,
+            "notes": list(notes),
             "output": str(output) if output is not None else None,
         }
         print_json(summary)

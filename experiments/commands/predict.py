@@ -87,6 +87,7 @@ def predict(
     from experiments.accuracy.run import report_of, telling_features
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
+    from experiments.notes import show_notes_of_runs
     from experiments.run_baseline import earlier_errors, worse
     from experiments.run_files import files_of_runs
     from experiments.run_remarks import other_dtypes, rows_twice, unknown_gpus
@@ -132,6 +133,7 @@ def predict(
             messages().print(line, style="bold red", markup=False, soft_wrap=True)
     for line in (*unknown_gpus(cases), *other_dtypes(cases)):
         messages().print(line, markup=False, soft_wrap=True)
+    show_notes_of_runs(each.notes for each in outcomes)
     for line in rows_twice(runs):
         messages().print(line, markup=False, soft_wrap=True)
     errors = {each.case.row_id: each.time_error for each in outcomes if each.time_error is not None}

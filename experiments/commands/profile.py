@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 def profile_machine_file(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Profile (.json or .yaml).")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Profile (.json or .yaml); --dry-run needs none.", show_default=False),
+    ] = None,
     cluster: Cluster = "local-cpu:1x2",
     runtime: RuntimeName = "windtunnel-executor-fp32",
     microbatches: Annotated[str, typer.Option(help="Samples per rank, comma-separated.")] = "1",
@@ -62,6 +65,8 @@ def profile_machine_file(
 
     Example: windtunnel profile -m model.yaml -c local-cpu:1x2 --microbatches 1,2 -o machine.json
     """
+    if output is None and not dry_run:
+        raise ValueError("a profile must have a file, got no --output; give -o machine.json, or --dry-run for its cost")
     require_torch()
     from simulator.problem import ProblemSpec
     from validation.execution.launch import WorkerError, check_devices
@@ -101,7 +106,7 @@ def profile_machine_file(
         f"{counted(len(work.parts), 'part')} and {counted(len(work.job_s), 'plan')} in {how_many} on "
         f"{counted(everyone, 'process', 'processes')}: about {how_long} minutes"
     )
-    if dry_run:
+    if output is None or dry_run:
         if as_json:
             print_json({"parts": len(work.parts), "plans": len(work.job_s), "least_s": least, "most_s": most})
         return

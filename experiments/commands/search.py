@@ -63,6 +63,7 @@ def search(
     """
     from experiments.judged import first_that_fits
     from experiments.late import told_when_late
+    from experiments.notes import show_notes
     from experiments.progress import simulation_progress
     from searchers.budget import Budget
     from searchers.checked_search import checked_search
@@ -109,6 +110,7 @@ def search(
             raise ValueError(words) from error
     with simulation_progress("simulating what was found") as progress:
         judged = first_that_fits(found, problem, Fidelity(), "auto", lambda num_tasks: progress(num_tasks or 0))
+    show_notes(judged.result.notes)
     if output is not None:
         save_plan(output, spec, judged.plan, fingerprint=problem.workload.fingerprint)
     if as_json:
@@ -137,6 +139,7 @@ def search(
                     }
                     for entry in found.history
                 ],
+                "notes": list(judged.result.notes),
                 "output": str(output) if output is not None else None,
             }
         )

@@ -41,6 +41,8 @@ def simulate_file(
     """Simulate one training iteration of a plan: time, throughput, memory, and where the time goes.
 
     A plan that does not fit is a result too: the first line says so (in JSON "fits"), and the exit code is 0.
+    MFU counts convolutions as products; in fp32 those of 3x3 may take Winograd's algorithm, which does fewer
+    operations, and MFU then be above 100 %.
 
     Example: windtunnel simulate plan.yaml --without contention,overlap-slowdown --trace trace.json.gz
     """

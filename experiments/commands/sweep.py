@@ -94,6 +94,8 @@ def sweep_spec(
 
 def _announce(found: Sweep, where: str, crowded: int) -> None:
     """Say what will run before it does."""
+    from experiments.notes import left_out_of, show_notes
+
     spec = found.spec
     to_make, kept = len(found.pending), len(spec.jobs) - len(found.pending)
     parts = [counted(len(spec.jobs), "run"), f"{kept:,} finished earlier", f"{to_make:,} to make {where}"]
@@ -108,6 +110,8 @@ def _announce(found: Sweep, where: str, crowded: int) -> None:
             f"not in the table: {counted(found.num_other, 'run')} in {found.folder.path} of other code or another spec",
             markup=False,
         )
+    calibrated = {(run.cluster, run.profile) for job in spec.jobs if (run := job.resolved()).profile}
+    show_notes(words for cluster, profile in sorted(calibrated) for words in left_out_of(cluster, profile))
     for file in found.folder.damaged:
         say.print(f"{file} is damaged or missing; the run is made again", markup=False)
     if spec.plugins:

@@ -210,6 +210,7 @@ def _judged(run: Run, spec: ProblemSpec, problem: Problem, found: SearchResult) 
         "counters": dict(found.counters),
         "history": [[entry.wall_s, entry.evaluations, entry.best_objective] for entry in found.history],
         "plan_hash": judged.result.plan_hash,
+        "notes": list(judged.result.notes),
     }
     text = dump_yaml(plan_document(spec, judged.plan, fingerprint=problem.workload.fingerprint))
     return Outcome(judged.row(found), details, text)

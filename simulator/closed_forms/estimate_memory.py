@@ -42,6 +42,7 @@ class HeldBytes:
         working: What is there besides ``kept`` while a microbatch's backward pass needs most.
         working_first: The same in the first backward pass, with those of ``anew`` that it has made by then.
         gathered: Parameters of the root that ZeRO-3 has gathered.
+        stays: Parameters that stay gathered from the first forward pass of an iteration to the last backward pass.
         last: What the end of a backward pass needs: gathered units and unscattered gradients.
         for_weights: What weight gradients need: of ``kept``, of what is recomputed, and gradients of outputs.
         input_pass: As ``working``, where weight gradients come later, and what they need stays until then.
@@ -50,6 +51,9 @@ class HeldBytes:
         step: What the optimizer step works in, less gradients that have gone before it.
         refreshed: What gathering its results takes.
         buffer: What its operators share and never give back, as do stages of one device.
+        forward: A microbatch at most in its forward pass.
+        last_working, last_end: As ``working`` and ``last``, in the last backward pass of an iteration, which gives back
+            what stays gathered.
     """
 
     states: float
@@ -58,6 +62,7 @@ class HeldBytes:
     working: float
     working_first: float
     gathered: float
+    stays: float
     last: float
     for_weights: float
     input_pass: float
@@ -66,25 +71,31 @@ class HeldBytes:
     step: float
     refreshed: float
     buffer: float
+    forward: float
+    last_working: float
+    last_end: float
 
 
 def held_bytes(view: StageView) -> HeldBytes:
     """Return what a stage holds."""
     problem, plan = view.costs.problem, view.plan
-    zero = {"sharded_gradients": reduces_in_backward(plan), "reshards": plan.reshard_after_forward}
-    static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
+    sharded = reduces_in_backward(plan)
+    static = static_bytes(list(parameter_groups(view)), view.costs, sharded_gradients=sharded)
     anew_of, late_of = dict.fromkeys(view.operators, 0.0), dict.fromkeys(view.operators, 0.0)
     for group in parameter_groups(view):
-        own_bytes = static_bytes([group], view.costs, **zero).anew_bytes
+        own_bytes = static_bytes([group], view.costs, sharded_gradients=sharded).anew_bytes
         anew_of[group.operator] += own_bytes
-        if reduces_in_backward(plan) and whole_gradients_begin(view, group):
+        if sharded and whole_gradients_begin(view, group):
             late_of[group.operator] += own_bytes
     anew = sum(anew_of.values())
-    whole = whole_for_a_while(view)
+    whole = last = whole_for_a_while(view, gives_back=is_followed(plan) and plan.num_microbatches == 1)
     for_weights = {index: _for_weights(view, index) for index in view.operators}
-    walked = walk(view, whole, anew_of, late_of, {index: sum(sizes) for index, sizes in for_weights.items()})
-    bucket = num_buffers(plan) * bucket_buffer_bytes(parameter_groups(view), problem.runtime)
-    bucket = bucket if reduces_in_backward(plan) else 0.0
+    needed = {index: sum(sizes) for index, sizes in for_weights.items()}
+    walked = last_walked = walk(view, whole, anew_of, late_of, needed)
+    if is_followed(plan) and plan.num_microbatches == 2:
+        last = whole_for_a_while(view, gives_back=True)
+        last_walked = walk(view, last, anew_of, late_of, needed)
+    bucket = num_buffers(plan) * bucket_buffer_bytes(parameter_groups(view), problem.runtime) if sharded else 0.0
     weighted, to_multiply = (sum(sizes) for sizes in zip(*for_weights.values(), strict=True))
     refreshed = [refreshed_bytes(group, view.costs) for group in parameter_groups(view)]
     return HeldBytes(
@@ -94,6 +105,7 @@ def held_bytes(view: StageView) -> HeldBytes:
         working=walked.most - walked.kept + bucket,
         working_first=walked.most_first - walked.kept + bucket,
         gathered=whole.root,
+        stays=whole.stays,
         last=whole.end + bucket,
         for_weights=min(weighted, walked.kept + walked.again) + to_multiply,
         input_pass=walked.most_split - walked.kept + bucket,
@@ -104,7 +116,20 @@ def held_bytes(view: StageView) -> HeldBytes:
         step=float(static.step_bytes),
         refreshed=sum(chunks for chunks, _ in refreshed) + max((whole for _, whole in refreshed), default=0.0),
         buffer=max(never_given_back_bytes(view.cost(index), problem) for index in view.operators),
+        forward=walked.most_forward,
+        last_working=last_walked.most - walked.kept + bucket,
+        last_end=last.end + bucket,
     )
+
+
+def is_followed(plan: Plan) -> bool:
+    """Return whether it is followed what the last backward pass gives back of what stays gathered.
+
+    Else that counts to the end of passes: where stages share a device, and where weight gradients come later.
+    """
+    if plan.reshard_after_forward or plan.schedule not in ("1f1b", "gpipe"):
+        return False
+    return len(set(plan.rank_of_stage)) == len(plan.stages)
 
 
 def _for_weights(view: StageView, index: int) -> tuple[float, float]:
@@ -115,7 +140,7 @@ def _for_weights(view: StageView, index: int) -> tuple[float, float]:
 
 def refreshed_bytes(group: ParameterGroup, costs: CostTables) -> tuple[float, float]:
     """Return what gathering an updated parameter takes, and the parameter whole, which is cut out last; else zeros."""
-    refreshed = sum(static_bytes([group], costs, sharded_gradients=False, reshards=False).refreshed)
+    refreshed = sum(static_bytes([group], costs, sharded_gradients=False).refreshed)
     whole = float(group.num_elements * costs.problem.runtime.parameter_bytes) if refreshed else 0.0
     return refreshed - whole, whole
 
@@ -135,7 +160,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         behind = max(max(held[stage].refreshed, held[stage].flattened) for stage in own)
         in_step = max(sum(held[stage].step for stage in own), behind)
         states = sum(held[stage].states for stage in own) + max(held[stage].buffer for stage in own)
-        gathered = max(held[stage].gathered for stage in own)
+        gathered = max(held[stage].gathered for stage in own) + sum(held[stage].stays for stage in own)
         if plan.schedule == "interleaved":
             chunks = [(held[i].kept, last_held[i].kept, held[i].working, held[i].last, held[i].anew) for i in own]
             beyond = interleaved_peak_bytes(np.array(chunks), rank, num_ranks, plan.num_microbatches)
@@ -143,6 +168,10 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
             continue
         if plan.schedule == "zb-h1":
             peaks[rank] = states + max(_zero_bubble_bytes(plan, held[rank], rank) + gathered, in_step)
+            continue
+        if is_followed(plan) and plan.num_microbatches == 2:
+            in_passes = _bytes_of_two(held[rank], last_held[rank], in_flight(plan, rank)) + gathered
+            peaks[rank] = states + max(in_passes, in_step)
             continue
         kept = sum(in_flight(plan, stage) * held[stage].kept for stage in own)
         holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
@@ -155,6 +184,21 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
         later = kept - max(held[stage].kept for stage in own) + (max(most, last) if plan.num_microbatches > 1 else last)
         peaks[rank] = max(before + kept + most_first + gathered, states + max(later + gathered, in_step))
     return tuple(peaks[rank] for rank in ranks)
+
+
+def _bytes_of_two(held: HeldBytes, last: HeldBytes, num_in_flight: int) -> float:
+    """Return the most that a stage holds beyond its states and what stays gathered, in two microbatches.
+
+    The second backward pass gives that back, and the first makes gradients.
+    """
+    other = last.kept if num_in_flight == 2 else 0.0
+    return max(
+        other + held.kept + held.working_first - held.anew,
+        other + held.last,
+        last.kept + held.last_working,
+        held.last_end,
+        held.forward if num_in_flight == 1 else 0.0,
+    )
 
 
 def _zero_bubble_bytes(plan: Plan, held: HeldBytes, stage: int) -> float:

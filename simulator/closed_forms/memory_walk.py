@@ -29,6 +29,7 @@ class Walked(NamedTuple):
         most: What is there at most of the microbatch.
         most_first: The same with gradients that the first one makes anew.
         most_split: The same without weight gradients, and with what these need.
+        most_forward: What is there at most of it in its forward pass.
     """
 
     kept: float
@@ -36,6 +37,7 @@ class Walked(NamedTuple):
     most: float
     most_first: float
     most_split: float
+    most_forward: float
 
 
 def walk(
@@ -60,7 +62,7 @@ def walk(
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
     kept, inside = _Tally(), _Tally()
-    again = most = most_first = most_split = highest = highest_first = split = 0.0
+    again = most = most_first = most_split = most_forward = highest = highest_first = split = 0.0
     made_by_then, weights_behind = _made_by_then(view, anew_of, late_of), sum(for_weights.values())
     waiting = sum(_held_bytes(view, name) for name in view.arrivals)
     tied = tied_gradients(view)
@@ -89,7 +91,8 @@ def walk(
         # (A segment's forward work is done again in backward; other operators' is beside no gradients.)
         needed = (max(forward, backward) if in_segment else backward) + gathered + waiting
         needed += (inside if in_segment else kept).total
-        begins = 0.0 if in_segment else kept.total + forward + gathered + whole.gathers[index]
+        begins = 0.0 if in_segment else kept.total + forward + gathered + whole.forward[index]
+        most_forward = max(most_forward, begins)
         # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
         own = needed + whole.beside[index] - ends_gradients
@@ -105,7 +108,8 @@ def walk(
             again += inside.total
             inside, highest, highest_first, split = _Tally(), 0.0, 0.0, 0.0
     at_ends = sum(_ends(view, kept.sizes))
-    return Walked(kept.total + at_ends, again, most + at_ends, most_first + at_ends, most_split + at_ends)
+    found = (most, most_first, most_split, most_forward)
+    return Walked(kept.total + at_ends, again, *(each + at_ends for each in found))
 
 
 def _made_by_then(view: StageView, anew_of: Mapping[int, float], late_of: Mapping[int, float]) -> dict[int, float]:

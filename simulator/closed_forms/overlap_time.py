@@ -269,7 +269,11 @@ def with_reductions_s(
     reducing_s = alone_s + one * ahead_s + beside_s(share * backward_s, before * ahead_s, slow_s, slow_sent_s)
     reducing_s += beside_s((1.0 - share) * backward_s, meanwhile_s, slow_s, slow_sent_s) + last_s
     reducing_s = max(reducing_s, share * reducing_pass_s + meanwhile_s + last_s)
-    reducing_s = max(reducing_s, (1.0 - sent.late_left) * reducing_pass_s + sent.late_share * sent.reduced_s)
+    if sent.late_share > 0.0:
+        early_pass_s, late_pass_s = (1.0 - sent.late_left) * reducing_pass_s, sent.late_left * reducing_pass_s
+        early_s = min((1.0 - sent.late_share) * sent.reduced_s, early_pass_s)  # More waits, as above.
+        late_s = beside_s(late_pass_s, sent.late_share * sent.reduced_s, slow_s, slow_sent_s)
+        reducing_s = max(reducing_s, beside_s(early_pass_s, early_s, slow_s, slow_sent_s) + late_s)
     left_s = max(last_s, reducing_s - reducing_pass_s)
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
     if not rules.every:

@@ -24,6 +24,8 @@ from simulator.closed_forms.stage_units import (
     filled_buckets,
     level_shares,
     mixed_shares,
+    num_whole_reduced,
+    unit_level_shares,
     unit_shares,
     with_unit,
 )
@@ -191,7 +193,9 @@ def _shares(
     by_unit, first_share, last_share = unit_shares(
         units.gathered_others, units.gathered_root, begins_in_root, root_share
     )
-    buckets, first_of_whole, last_of_whole = _bucket_shares(view) if whole_bytes else (1.0, 1.0, 1.0)
+    is_mixed = any(sharded for _, sharded in sums)
+    by_itself = num_whole_reduced(units, is_mixed) if costs.problem.runtime.reduces_by_unit else None
+    buckets, first_of_whole, last_of_whole = _bucket_shares(view, by_itself) if whole_bytes else (1.0, 1.0, 1.0)
     parts = [
         by_unit if sharded else max(1.0, buckets * own / whole_bytes)
         for own, (_, sharded) in zip(num_bytes, sums, strict=True)
@@ -204,12 +208,17 @@ def _shares(
         ]
     found = ReductionShares(first_share, last_share)
     seconds = [_reduction_s(view, each, count) for (each, _), count in zip(sums, parts, strict=True)]
-    if not any(sharded for _, sharded in sums):
+    if not is_mixed:
         found, starts = ReductionShares(first_of_whole, last_of_whole), _level_starts(view, sums)
-        if buckets <= 1.0 and min(starts) < max(starts):
-            front_s = sum(own_s for own_s, start in zip(seconds, starts, strict=True) if start == min(starts))
-            before = max(starts) - view.operators[0]
-            found = level_shares(before, len(view.operators), front_s / sum(seconds))
+        if (buckets <= 1.0 or by_itself is not None) and min(starts) < max(starts):
+            front = [number for number, start in enumerate(starts) if start == min(starts)]
+            share = sum(seconds[number] for number in front) / sum(seconds)
+            before, count = max(starts) - view.operators[0], len(view.operators)
+            if by_itself is None:
+                found = level_shares(before, count, share)
+            else:
+                elements = sum(num_bytes[number] for number in front) / sum(num_bytes)
+                found = unit_level_shares(found, buckets, before / count, share, elements)
     elif units.num_whole:
         whole_s = sum(own_s for own_s, (_, sharded) in zip(seconds, sums, strict=True) if not sharded)
         found = mixed_shares(units, last_share, first_of_whole, last_of_whole, whole_s / sum(seconds))
@@ -293,13 +302,23 @@ def _gathers_s(view: StageView, items: Sequence[Item], *, in_root: bool) -> floa
     return items_s(view, [item for item in found if (units[item.operator] in root) == in_root])
 
 
-def _bucket_shares(view: StageView) -> tuple[float, float, float]:
-    """Return what ``bucket_shares`` does, of what ZeRO-3 does not shard of a stage: what is tied fills no bucket."""
+def _bucket_shares(view: StageView, by_itself: float | None) -> tuple[float, float, float]:
+    """Return what ``bucket_shares`` does, of what ZeRO-3 does not shard of a stage: what is tied fills no bucket.
+
+    Args:
+        view: The stage.
+        by_itself: How many units of it are reduced by themselves; None where buckets are.
+    """
     limit = bucket_elements(view.costs.problem.runtime)
     reduced = [group for group in parameter_groups(view) if group.reduced_axes and not is_gathered(group)]
     sizes = [(group, times_reduced(view, group) * group.num_elements) for group in reduced]
-    begun = sum(size for group, size in sizes if group.operator == reduced[0].operator)
-    num_buckets = sum(filled_buckets(group.num_elements, limit) for group in reduced if group.tie is None)
+    costs = view.costs
+    if by_itself is not None and costs.units[view.operators[0]] in costs.root_units:  # The root goes at once, at last.
+        begun = sum(size for group, size in sizes if costs.units[group.operator] in costs.root_units)
+    else:
+        begun = sum(size for group, size in sizes if group.operator == reduced[0].operator)
+    filled = (filled_buckets(group.num_elements, limit) for group in reduced if group.tie is None)
+    num_buckets = sum(filled) if by_itself is None else by_itself
     return bucket_shares(num_buckets, begun / sum(size for _, size in sizes))
 
 

@@ -66,6 +66,26 @@ def with_unit(units: StageUnits, in_root: bool, gathers: bool) -> StageUnits:
 
 
 @also_compiled
+def num_whole_reduced(units: StageUnits, is_mixed: bool) -> float:
+    """Return by how many reductions gradients of whole parameters go where each unit is reduced by itself.
+
+    The root's go at once.
+
+    Args:
+        units: Of the stage.
+        is_mixed: Some units gather parameters; else none does.
+
+    >>> units = StageUnits(16, 2, 4, 0, 0, 12, 14, 4, 0)
+    >>> num_whole_reduced(units, True), num_whole_reduced(units, False)
+    (13.0, 17.0)
+    """
+    if not is_mixed:
+        return float(max(1, units.num_others + min(units.num_root, 1)))
+    of_root = units.num_root - units.gathered_root
+    return float(max(1, units.num_whole - of_root + min(of_root, 1)))
+
+
+@also_compiled
 def calls_of_unit(num_units: int, num_large: float, share: float) -> float:
     """Return by how many calls a unit's parameters are gathered: one, or one for each that is large.
 
@@ -147,6 +167,31 @@ def level_shares(before: int, count: int, share: float) -> ReductionShares:
     (0.75, 0.4, 0.0, 1.0)
     """
     return ReductionShares(1.0 - before / count, share, 0.0, 1.0)
+
+
+@also_compiled
+def unit_level_shares(
+    shares: ReductionShares, num_units: float, before: float, share: float, elements: float
+) -> ReductionShares:
+    """Return how reductions lie where units are reduced by themselves, those of each ZeRO level by another collective.
+
+    Args:
+        shares: As if all took equally long.
+        num_units: How many there are.
+        before: What part of the stage lies before the first operator of the level that begins last.
+        share: What part of all reductions that of the level takes which begins first.
+        elements: What part of all gradients that level has.
+
+    Half of 32 units, whose all-reduces take twice what the scatters of those behind do: when the first of them is
+    through, 15 units of the pass are left, and two thirds of the seconds.
+
+    >>> found = unit_level_shares(ReductionShares(1 / 32, 1 / 32), 32.0, 0.5, 2 / 3, 0.5)
+    >>> [round(value, 4) for value in found]
+    [0.0312, 0.0417, 0.6667, 0.4688]
+    """
+    late = share * min(1.0, before / elements) if elements > 0.0 else 0.0
+    last = shares.last_share if before <= 0.0 else max(shares.last_share, late / max(1.0, before * num_units))
+    return ReductionShares(shares.first_share, last, late, max(0.0, before - 1.0 / num_units) if late > 0.0 else 1.0)
 
 
 @also_compiled

@@ -19,6 +19,7 @@ from simulator.fast.memory import (
     ENDS,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
+    FORWARD_BYTES,
     FORWARD_PEAK,
     GATHERED_BYTES,
     INPUT_PASS_BYTES,
@@ -30,6 +31,7 @@ from simulator.fast.memory import (
     LAST_BYTES,
     PRODUCT,
     STATES,
+    STAYS_BYTES,
     TO_MULTIPLY,
     WEIGHT_PASS_BYTES,
     WEIGHTED,
@@ -95,6 +97,7 @@ def hold_activations(
     rules: MemoryRules,
     plan: int,
     stage: StageRuns,
+    gives_back: bool,
     tied_anew: Floats,
     room: WalkRoom,
     held: Floats,
@@ -104,6 +107,7 @@ def hold_activations(
     Args:
         shape, savings, tables, plans, run_tables, rules: See ``peaks.estimate_peaks``.
         plan, stage: The plan's number, and its stage.
+        gives_back: In the last backward pass, which gives back what stays gathered.
         tied_anew: float64[O]. Of the stage, as ``hold_states`` fills it.
         room: To work in.
         held: float64[HELD]. Result; has what ``hold_states`` fills.
@@ -116,18 +120,19 @@ def hold_activations(
     splits, weights_behind = plans.schedule[plan] == ZB_H1, weighted + to_multiply
     # What ZeRO has whole, by part; of the part at hand, gradients that are made behind the piece at hand.
     has_whole, in_root, end_bytes, gradients = held[WHOLE_BYTES] > 0.0, 0.0, 0.0, 0.0
-    parted, gathers, behind_part = False, 0.0, 0.0
+    parted, gathers, gathers_forward, behind_part = False, 0.0, 0.0, 0.0
     if has_whole:
         in_root, end_bytes, gradients = fill_parts(
-            shape, tables, plans, run_tables, stage, plans.reshards[plan] != 0, sharded, rules, tied_anew, whole
-        )
+            shape, tables, plans, run_tables, stage, plans.reshards[plan] != 0, gives_back, sharded,
+            held[STAYS_BYTES], rules, tied_anew, whole,
+        )  # fmt: skip
         parted = sharded and rules.waits
     # Gradients that the first backward pass makes: of operators so far, and all that it has not made when the part at
     # hand works.
     makes_anew, made, unmade = held[ANEW_BYTES] > 0.0, 0.0, 0.0
     # What stays up to the piece at hand, of its segment apart; the most of the segment, or piece, and of all; the same
     # in a first backward pass, and where weight gradients come later.
-    kept, inside, again = 0.0, 0.0, 0.0
+    kept, inside, again, most_forward = 0.0, 0.0, 0.0, 0.0
     highest, highest_first, highest_split, most, most_first, most_split = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     segment, last_segment = plans.segment_offsets[stage.number], plans.segment_offsets[stage.number + 1]
     run, num_pieces, start = stage.begin, 0, first
@@ -153,7 +158,7 @@ def hold_activations(
         beside = 0.0
         if has_whole:
             ends = min(ends, shape.part_stop[part])
-            beside, gathers = whole.beside[part], whole.gathers[part]
+            beside, gathers, gathers_forward = whole.beside[part], whole.gathers[part], whole.forward[part]
             behind_part = whole.scattered[part] if begins_part else behind_part
         pieces.first[num_pieces], pieces.run[num_pieces], pieces.segment[num_pieces] = start, run, segment_first
         num_pieces += 1
@@ -170,11 +175,12 @@ def hold_activations(
         before = so_far - sums[start, summed]
         if not in_segment:
             # Forward no gradients wait, nor does ZeRO hold any.
-            forward = before + gathers + peak_between(
+            forward = before + gathers_forward + peak_between(
                 maxima, table, FORWARD_PEAK, start, ends, changes, num_changes
             )
             highest, highest_first = max(highest, forward), max(highest_first, forward)
             highest_split = max(highest_split, forward)
+            most_forward = max(most_forward, forward)
         begun_bytes, num_changes = wait_for_earlier(
             shape, tables, plans, run_tables, stage, crossing.in_shards, run, start, begins_part, changes, num_changes
         )
@@ -188,7 +194,7 @@ def hold_activations(
         if in_segment and ends == following:
             end_gradients = sums[ends, END_GRADIENTS] - sums[ends - 1, END_GRADIENTS]
             num_changes = differ(changes, num_changes, ends - 1, -end_gradients)
-        if begins_part and whole.joining[part] > 0.0:
+        if begins_part and whole.joining[part] != 0.0:
             joining = so_far + begun_bytes + whole.joining[part]
             highest = max(highest, joining)
             highest_first = max(highest_first, joining + held[ANEW_BYTES] - unmade)
@@ -236,3 +242,4 @@ def hold_activations(
     held[FOR_WEIGHTS_BYTES] = min(weighted, kept + again) + to_multiply
     held[INPUT_PASS_BYTES] = most_split + ends_bytes - kept
     held[WEIGHT_PASS_BYTES] = product + gradients
+    held[FORWARD_BYTES] = most_forward + ends_bytes

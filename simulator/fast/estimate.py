@@ -109,6 +109,7 @@ def memory_rules(runtime: Runtime) -> MemoryRules:
         keeps_outputs=runtime.keeps_stage_outputs,
         keeps_shards=runtime.keeps_gathered_shards,
         prefetches=runtime.holds_next("backward"),
+        prefetches_forward=runtime.holds_next("forward"),
         apart=runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
         bucket_bytes=flattened_at_once(float("inf"), runtime),
         waits=runtime.waiting_gradient_share is not None,

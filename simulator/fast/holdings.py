@@ -278,11 +278,11 @@ def _states(view: StageView, group: ParameterGroup) -> list[float]:
     """Return model states as ``memory`` has them, and the largest tensor that is refreshed."""
     lasting, anew = [], []
     for sharded in (False, True):
-        for reshards in (False, True):
-            held = static_bytes([group], view.costs, sharded_gradients=sharded, reshards=reshards)
-            lasting.append(float(held.total_bytes))
+        held = static_bytes([group], view.costs, sharded_gradients=sharded)
+        lasting.append(float(held.total_bytes))
         anew.append(float(held.anew_bytes))
+    stays, _ = _zero_bytes(view, group)
     chunks, largest = refreshed_bytes(group, view.costs)
     late = anew[True] if whole_gradients_begin(view, group) else 0.0
     flattened = flattened_bytes(group, view.costs.problem.runtime)
-    return [*lasting, *anew, float(held.step_bytes), chunks, late, flattened, largest]
+    return [*lasting, stays, *anew, float(held.step_bytes), chunks, late, flattened, largest]

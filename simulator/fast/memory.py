@@ -10,12 +10,12 @@ from simulator.fast.arrays import Floats, Ints
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
 # gathers and scatters, what a segment that ends with the operator made for others and their gradients, to its end;
-# model states but for gradients made anew by (gradients sharded, parameters resharded), those gradients by sharded,
-# what the optimizer step works in, what refreshing takes but for its largest tensor, of gradients made anew shards, and
-# what gradients are flattened into.
+# model states but for gradients made anew by whether gradients are sharded, parameters that ZeRO gathers once for all
+# that use them, those gradients by sharded, what the optimizer step works in, what refreshing takes but for its largest
+# tensor, of gradients made anew shards, and what gradients are flattened into.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, STATES = range(9)
-ANEW, STEP, REFRESHED, LATE, FLATTENED = 4, 6, 7, 8, 9
-TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 10, 11, 12, 13
+STAYS, ANEW, STEP, REFRESHED, LATE, FLATTENED = 2, 3, 5, 6, 7, 8
+TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 9, 10, 11, 12
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
@@ -28,8 +28,9 @@ MAXIMA = 11
 # some time, all added up.
 KEPT_BYTES, WORKING_BYTES, FIRST_WORKING_BYTES, FOR_WEIGHTS_BYTES, INPUT_PASS_BYTES, WEIGHT_PASS_BYTES = range(6)
 LAST_BYTES, GATHERED_BYTES, STATES_BYTES, ANEW_BYTES, STEP_BYTES, REFRESHED_BYTES = range(6, 12)
-BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES, FLATTENED_BYTES = range(12, 16)
-HELD = 16
+BUFFER_BYTES, BUCKET_BYTES, WHOLE_BYTES, STAYS_BYTES, FORWARD_BYTES = range(12, 17)
+LAST_WORKING_BYTES, LAST_END_BYTES, FLATTENED_BYTES = range(17, 20)
+HELD = 20
 
 
 class MemoryRules(NamedTuple):
@@ -38,7 +39,7 @@ class MemoryRules(NamedTuple):
     Attributes:
         keeps_gathered, keeps_outputs: What an operator gathered, and what a stage sent, is held.
         keeps_shards: So is a tensor as it was made, beside what was gathered of it, though its producer saves none.
-        prefetches: ZeRO-3 holds a unit and the next one.
+        prefetches, prefetches_forward: ZeRO-3 holds a unit and the next one, in backward and forward passes.
         apart: A unit is given back before its gradients are copied into what is scattered.
         bucket_bytes: How much of flattened gradients is there at once.
         waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
@@ -48,6 +49,7 @@ class MemoryRules(NamedTuple):
     keeps_outputs: bool
     keeps_shards: bool
     prefetches: bool
+    prefetches_forward: bool
     apart: bool
     bucket_bytes: float
     waits: bool

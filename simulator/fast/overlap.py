@@ -15,6 +15,8 @@ from simulator.closed_forms.stage_units import (
     calls_of_unit,
     level_shares,
     mixed_shares,
+    num_whole_reduced,
+    unit_level_shares,
     unit_shares,
     with_unit,
 )
@@ -52,6 +54,7 @@ from simulator.fast.prices import channel_s
 _shares_of_buckets, _unit_shares = inlined(bucket_shares), inlined(unit_shares)
 _calls_of_unit, _left_s = inlined(calls_of_unit), inlined(left_s)
 _with_unit, _mixed_shares, _level_shares = inlined(with_unit), inlined(mixed_shares), inlined(level_shares)
+_num_whole_reduced, _unit_level_shares = inlined(num_whole_reduced), inlined(unit_level_shares)
 
 
 def beside_rules(runtime: Runtime) -> BesideRules:
@@ -61,6 +64,7 @@ def beside_rules(runtime: Runtime) -> BesideRules:
         waits_for_gathers="gather" in runtime.host_waits,
         waits_for_whole=runtime.copies_gradients,
         lists=runtime.parameter_calls_above is not None,
+        by_unit=runtime.reduces_by_unit,
         copies_gathered=runtime.copies_gathered,
         gathered_bytes=runtime.gathered_parameter_bytes,
         gradient_bytes=runtime.travelling_gradient_bytes,
@@ -197,6 +201,49 @@ def _reduced_tie(
 
 
 @inlined
+def _reduced_of_operator(
+    shape: Structure,
+    tables: TimeTables,
+    stops: Ints,
+    run_tables: Ints,
+    begin: int,
+    run: int,
+    first: int,
+    index: int,
+    stop: int,
+    ties_by_use: bool,
+) -> float:
+    """Return elements of an operator that replicas reduce and ZeRO-3 leaves whole, and no operator before has.
+
+    Args:
+        shape, tables, run_tables, first, stop, ties_by_use: See ``stage_sent``.
+        stops: Of the plans' runs.
+        begin, run, index: The first run of the stage, that of the operator, and it.
+    """
+    families, sums, table, found = tables.families, tables.sums, run_tables[run], 0.0
+    for family in range(MAX_FAMILIES):
+        if families[table, family, REDUCTION] < 0:
+            break
+        is_reduced = families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0
+        if is_reduced and families[table, family, SHARDED] <= 0:
+            found += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
+    for place in range(len(shape.tied)):
+        if shape.tied[place] == index:
+            is_first, other = True, begin
+            for before in range(place):
+                if shape.tied[before] >= first:
+                    while stops[other] <= shape.tied[before]:
+                        other += 1
+                    theirs = tables.tied[run_tables[other], before, 2]
+                    is_first = is_first and theirs != tables.tied[table, place, 2]
+            if is_first:
+                found += _reduced_tie(
+                    shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
+                )
+    return found
+
+
+@inlined
 def _bucket_shares(
     shape: Structure,
     tables: TimeTables,
@@ -208,30 +255,26 @@ def _bucket_shares(
     total: float,
     num_buckets: float,
     ties_by_use: bool,
+    by_unit: bool,
 ) -> tuple[float, float, float]:
     """Return what ``bucket_shares`` does, of what ZeRO-3 does not shard of a stage.
 
     Args:
         shape, tables, plans, run_tables, stage, first, stop, num_buckets, ties_by_use: See ``stage_sent``.
         total: Elements of that which are reduced.
+        by_unit: Each unit is reduced by itself, and the root at once.
     """
-    families, sums, stops = tables.families, tables.sums, plans.run_stops
-    begun, run, index = 0.0, plans.run_offsets[stage], first
-    while index < stop and begun <= 0.0:
+    stops = plans.run_stops
+    of_root = by_unit and shape.gathers_of[shape.unit_of[first]] == 1
+    begin = plans.run_offsets[stage]
+    begun, run, index = 0.0, begin, first
+    while index < stop and (of_root or begun <= 0.0):
+        if of_root and shape.gathers_of[shape.unit_of[index]] != 1:
+            index = shape.unit_stop[shape.unit_of[index]]
+            continue
         while stops[run] <= index:
             run += 1
-        table = run_tables[run]
-        for family in range(MAX_FAMILIES):
-            if families[table, family, REDUCTION] < 0:
-                break
-            is_reduced = families[table, family, SCATTER] >= 0 or families[table, family, REST] >= 0
-            if is_reduced and families[table, family, SHARDED] <= 0:
-                begun += sums[table, index + 1, ELEMENTS + family] - sums[table, index, ELEMENTS + family]
-        for place in range(len(shape.tied)):
-            if shape.tied[place] == index:
-                begun += _reduced_tie(
-                    shape.tied, tables.tied, families, stops, run_tables, run, place, stop, ties_by_use
-                )
+        begun += _reduced_of_operator(shape, tables, stops, run_tables, begin, run, first, index, stop, ties_by_use)
         index += 1
     return _shares_of_buckets(num_buckets, begun / total)
 
@@ -345,17 +388,19 @@ def stage_sent(
     first_of_whole, last_of_whole, last_of_units, front, latest = 1.0, 1.0, 1.0, 0, 0
     if total > 0.0 and in_parts:
         if whole > 0.0:
+            if rules.by_unit:
+                num_buckets = _num_whole_reduced(units, whole < total)
             buckets, first_of_whole, last_of_whole = _bucket_shares(
-                shape, tables, plans, run_tables, stage, first, stop, whole, num_buckets, ties_by_use
+                shape, tables, plans, run_tables, stage, first, stop, whole, num_buckets, ties_by_use, rules.by_unit
             )
             shares = ReductionShares(first_of_whole, last_of_whole, 0.0, 1.0)
-            if whole >= total and buckets <= 1.0:
+            if whole >= total and (buckets <= 1.0 or rules.by_unit):
                 front, latest = _level_starts(tables, synchronised)
         if whole < total:
             begins_in_root = shape.gathers_of[shape.unit_of[first]] == 1
             by_unit, first_of_units, last_of_units = _unit_shares(each, once, begins_in_root, root_share)
             shares = ReductionShares(first_of_units, last_of_units, 0.0, 1.0)
-    reduced_s, reduced_host_s, reduced_latency_s, whole_s, front_s = 0.0, 0.0, 0.0, 0.0, 0.0
+    reduced_s, reduced_host_s, reduced_latency_s, whole_s, front_s, of_front = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for at in range(num_sums[REDUCED_KEYS]):
         table, family = sum_table[REDUCED_KEYS, at], sum_family[REDUCED_KEYS, at]
         if families[table, family, SCATTER] < 0 and families[table, family, REST] < 0:
@@ -367,6 +412,7 @@ def stage_sent(
         if is_listed:
             own_parts = max(own_parts, num_tensors * elements / total)
         left = elements * rules.gradient_bytes
+        of_front += elements if latest > front and starts[at] == front else 0.0
         for step in range(2):
             channel = families[table, family, REST if step else SCATTER]
             if channel >= 0:
@@ -381,7 +427,10 @@ def stage_sent(
                     reduced_host_s += own_parts * hosts_s[channel, LISTING_S]
                 if not step:
                     left /= families[table, family, SCATTER_DEGREE]
-    if latest > front:
+    if latest > front and rules.by_unit:
+        before = (latest - first) / (stop - first)
+        shares = _unit_level_shares(shares, buckets, before, front_s / reduced_s, of_front / total)
+    elif latest > front:
         shares = _level_shares(latest - first, stop - first, front_s / reduced_s)
     if in_parts and whole < total and units.num_whole > 0:
         shares = _mixed_shares(units, last_of_units, first_of_whole, last_of_whole, whole_s / reduced_s)

@@ -31,13 +31,17 @@ from simulator.fast.memory import (
     FIRST_WORKING_BYTES,
     FLATTENED_BYTES,
     FOR_WEIGHTS_BYTES,
+    FORWARD_BYTES,
     GATHERED_BYTES,
     HELD,
     INPUT_PASS_BYTES,
     KEPT_BYTES,
     LAST_BYTES,
+    LAST_END_BYTES,
+    LAST_WORKING_BYTES,
     REFRESHED_BYTES,
     STATES_BYTES,
+    STAYS_BYTES,
     STEP_BYTES,
     WEIGHT_PASS_BYTES,
     WORKING_BYTES,
@@ -76,19 +80,34 @@ def _fill(
         if states[plan] != DONE:
             continue
         low, high, first = plans.stage_offsets[plan], plans.stage_offsets[plan + 1], 0
+        m, schedule, num_stages = plans.num_microbatches[plan], plans.schedule[plan], high - low
+        # Whether it is followed what the last backward pass gives back (``estimate_memory.is_followed``).
+        follows = plans.reshards[plan] == 0 and m <= 2 and schedule != INTERLEAVED and schedule != ZB_H1
+        for stage in range(low, high):
+            for other in range(low, stage):
+                follows = follows and plans.placements[other] != plans.placements[stage]
         for number in range(low, high):
             end = plans.run_offsets[number + 1]
             stage_runs = StageRuns(number, plans.run_offsets[number], end, first, plans.run_stops[end - 1])
             row = held[number - low]
             hold_states(shape, tables, plans, run_tables, plan, stage_runs, tied_anew, row)
-            hold_activations(
-                shape, savings, tables, plans, run_tables, rules, plan, stage_runs, tied_anew, room, row
-            )
+            working, first_working, pass_end, forward = 0.0, 0.0, 0.0, 0.0
+            for microbatch in range(2 if follows and m == 2 else 1):
+                gives_back = follows and microbatch == m - 1
+                hold_activations(
+                    shape, savings, tables, plans, run_tables, rules, plan, stage_runs, gives_back, tied_anew, room, row
+                )
+                if microbatch == 0:
+                    working, first_working = row[WORKING_BYTES], row[FIRST_WORKING_BYTES]
+                    pass_end, forward = row[LAST_BYTES], row[FORWARD_BYTES]
+                    for tensor in range(len(room.crossing.read_in) if follows and m == 2 else 0):
+                        room.crossing.read_in[tensor] = -1
+            row[LAST_WORKING_BYTES], row[LAST_END_BYTES] = row[WORKING_BYTES], row[LAST_BYTES]
+            row[WORKING_BYTES], row[FIRST_WORKING_BYTES] = working, first_working
+            row[LAST_BYTES], row[FORWARD_BYTES] = pass_end, forward
             first = stage_runs.stop
-        m = plans.num_microbatches[plan]
 
         # Stages on one placement add up.
-        schedule, num_stages = plans.schedule[plan], high - low
         fits[plan] = True
         for stage in range(low, high):
             is_first = True
@@ -99,9 +118,9 @@ def _fill(
                     break
             if not is_first:
                 continue
-            own_states, anew, kept, most_kept, working, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-            working_first = 0.0
-            step, refreshed, gathered, later, buffer = 0.0, 0.0, 0.0, 0.0, 0.0
+            own_states, anew, kept, most_kept, count = 0.0, 0.0, 0.0, 0.0, 0
+            working, working_first, later = -np.inf, -np.inf, -np.inf
+            step, refreshed, gathered, buffer, stays = 0.0, 0.0, 0.0, 0.0, 0.0
             holds_all = True
             for other in range(stage, high):
                 if plans.placements[other] != plans.placements[stage]:
@@ -123,6 +142,7 @@ def _fill(
                 refreshed = max(refreshed, row[REFRESHED_BYTES], min(row[FLATTENED_BYTES], rules.bucket_bytes))
                 gathered, later = max(gathered, row[GATHERED_BYTES]), max(later, row[LAST_BYTES] + row[BUCKET_BYTES])
                 buffer = max(buffer, row[BUFFER_BYTES])
+                stays += row[STAYS_BYTES]
                 if schedule == INTERLEAVED:
                     flight[count, interleaved_memory.KEPT] = row[KEPT_BYTES]
                     flight[count, interleaved_memory.LAST_KEPT] = row[KEPT_BYTES]
@@ -143,9 +163,18 @@ def _fill(
                     m,
                 )  # fmt: skip
                 in_passes -= anew
+            elif follows and m == 2:
+                row, bucket = held[stage - low], held[stage - low, BUCKET_BYTES]
+                other_kept = kept - row[KEPT_BYTES]  # Of the microbatch that is not at work.
+                in_passes = other_kept + row[KEPT_BYTES] + row[FIRST_WORKING_BYTES] + bucket - anew
+                in_passes = max(in_passes, other_kept + row[LAST_BYTES] + bucket)
+                in_passes = max(in_passes, row[KEPT_BYTES] + row[LAST_WORKING_BYTES] + bucket)
+                in_passes = max(in_passes, row[LAST_END_BYTES] + bucket)
+                if other_kept <= 0.0:
+                    in_passes = max(in_passes, row[FORWARD_BYTES])
             else:
                 in_passes = max(kept + in_first, kept - most_kept + later)
-            peak_bytes[stage] = own_states + buffer + max(in_passes + gathered, step, refreshed)
+            peak_bytes[stage] = own_states + buffer + max(in_passes + gathered + stays, step, refreshed)
             capacity_bytes[stage] = tables.capacity_bytes[plans.placements[stage]]
             fits[plan] = fits[plan] and peak_bytes[stage] <= capacity_bytes[stage]
 
@@ -201,7 +230,7 @@ def estimate_peaks(
         Changes(np.empty(most_changes, np.int64), np.empty(most_changes)),
         Parts(
             np.empty(num_parts), np.empty(num_parts, np.int64), np.empty(num_parts), np.empty(num_parts),
-            np.empty(num_parts), np.empty(num_parts), np.empty(num_parts), np.empty(num_parts),
+            np.empty(num_parts), np.empty(num_parts), np.empty(num_parts), np.empty(num_parts), np.empty(num_parts),
         ),
     )  # fmt: skip
     _fill(

@@ -20,6 +20,8 @@ from simulator.fast.memory import (
     REFRESHED_BYTES,
     STATES,
     STATES_BYTES,
+    STAYS,
+    STAYS_BYTES,
     STEP,
     STEP_BYTES,
     UNSHARDED,
@@ -27,6 +29,7 @@ from simulator.fast.memory import (
     MemoryTables,
     longest,
 )
+from simulator.fast.whole_parts import counts_earlier
 
 
 @inlined
@@ -50,9 +53,9 @@ def hold_states(
     """
     tied_bytes, all_sums, begin, first = tables.tied_bytes, tables.sums, stage.begin, stage.first
     sharded = plans.reduces_every[plan] != 0 or (plans.num_microbatches[plan] == 1 and plans.overlaps[plan] != 0)
-    column = STATES + 2 * sharded + (plans.reshards[plan] != 0)
+    column = STATES + sharded
     own_states, anew, step, refreshed, refreshed_most = 0.0, 0.0, 0.0, 0.0, 0.0
-    buffer, bucket, gathered, unsharded, flattened = 0.0, 0.0, 0.0, 0.0, 0.0
+    buffer, bucket, gathered, unsharded, stays, flattened = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     start = first
     for run in range(begin, stage.end):
         table, upto = run_tables[run], plans.run_stops[run]
@@ -62,6 +65,7 @@ def hold_states(
         step += sums[upto, STATES + STEP] - sums[start, STATES + STEP]
         flattened += sums[upto, STATES + FLATTENED] - sums[start, STATES + FLATTENED]
         gathered += sums[upto, GATHERED] - sums[start, GATHERED]
+        stays += sums[upto, STATES + STAYS] - sums[start, STATES + STAYS]
         unsharded += sums[upto, UNSHARDED] - sums[start, UNSHARDED]
         buffer = max(buffer, longest(tables.maxima, table, BUFFER, start, upto))
         bucket = max(bucket, longest(tables.maxima, table, BUCKET, start, upto))
@@ -75,22 +79,16 @@ def hold_states(
         if not first <= index < stage.stop:
             continue
         table = table_at(plans, run_tables, begin, stage.end - 1, index)
-        seen, other = False, begin
-        for before_place in range(place):
-            user = shape.tied[before_place]
-            if user >= first:
-                while plans.run_stops[other] <= user:
-                    other += 1
-                theirs = tables.tied_layouts[run_tables[other], before_place]
-                seen = seen or theirs == tables.tied_layouts[table, place]
-        if not seen:
+        if not counts_earlier(shape, tables, plans, run_tables, stage, place, table):
             own_states += tied_bytes[table, place, column - STATES]
+            stays += tied_bytes[table, place, STAYS]
             tied_anew[place] = tied_bytes[table, place, ANEW + sharded]
             anew += tied_anew[place]
             step += tied_bytes[table, place, STEP]
             flattened += tied_bytes[table, place, FLATTENED]
             refreshed += tied_bytes[table, place, REFRESHED]
-    held[WHOLE_BYTES] = (gathered if plans.reshards[plan] != 0 else 0.0) + (unsharded if sharded else 0.0)
+    held[STAYS_BYTES] = 0.0 if plans.reshards[plan] != 0 else stays
+    held[WHOLE_BYTES] = (gathered if plans.reshards[plan] != 0 else stays) + (unsharded if sharded else 0.0)
     held[STATES_BYTES], held[ANEW_BYTES], held[STEP_BYTES] = own_states + anew, anew, step
     held[REFRESHED_BYTES], held[BUFFER_BYTES] = refreshed + refreshed_most, buffer
     held[FLATTENED_BYTES] = flattened

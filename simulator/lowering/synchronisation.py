@@ -229,7 +229,8 @@ def _gradient_buckets(view: StageView, merged: bool) -> list[GradientBucket]:
         if not group.reduced_axes:
             continue
         # Sharded parameters are reduced by the unit they are gathered in, or the root at once.
-        unit = view.costs.units[group.operator] if group.zero == 3 and not merged else -1
+        by_unit = (group.zero == 3 or runtime.reduces_by_unit) and not merged
+        unit = view.costs.units[group.operator] if by_unit else -1
         place = ROOT if unit in view.costs.root_units else unit
         key = (group.sizes, group.reduced_axes, group.sharded_axes, group.scattered, place)
         members, so_far = open_groups.get(key, ([], 0.0))

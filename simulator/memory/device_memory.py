@@ -170,11 +170,9 @@ def _events(turns: _Turns, plan: Plan, costs: CostTables) -> EventArrays:
     late = costs.problem.runtime.moments_at_first_step
     for placement, last_placement in zip(turns.placements, turns.last_placements, strict=True):
         view = placement.view
-        static_key = ("static bytes", plan.reshard_after_forward, sharded)
+        static_key = ("static bytes", sharded)
         if static_key not in view.kept:
-            view.kept[static_key] = static_bytes(
-                list(parameter_groups(view)), costs, sharded_gradients=sharded, reshards=plan.reshard_after_forward
-            )
+            view.kept[static_key] = static_bytes(list(parameter_groups(view)), costs, sharded_gradients=sharded)
         static: StaticBytes = view.kept[static_key]
         kinds = tuple(dict.fromkeys(action.kind for action in order if action.stage == view.position))
         programs[view.position] = _stage_passes(
@@ -294,7 +292,7 @@ def _stage_passes_anew(
         sharded_gradients=sharded,
         gradients_anew=static.gradients_anew,
     )
-    lists, begins = {}, {}
+    lists, begins, at_last = {}, {}, {}
     for kind in kinds:
         if kind == FORWARD:
             found = program.forward()
@@ -302,6 +300,7 @@ def _stage_passes_anew(
             found = program.backward(with_inputs=kind != BACKWARD_WEIGHT, with_weights=kind != BACKWARD_INPUT)
         lists[kind] = (np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.bool_))
         begins[kind] = dict(program.begins)
+        at_last[kind] = np.isin(np.arange(len(found[0])), program.at_last)
     sizes = np.array(program.table.sizes, dtype=np.int64)
     categories = np.array(program.table.categories, dtype=np.int64)
     outliving = np.array(sorted(program.table.lasting), dtype=np.int64)
@@ -322,6 +321,7 @@ def _stage_passes_anew(
                 categories[tensors],
                 np.linspace(0.0, 1.0, len(tensors)),
                 rooms[kind][tensors],
+                at_last[kind],
             )
             for kind, (tensors, is_alloc) in lists.items()
         },

@@ -74,6 +74,8 @@ class Pass:
         self.table = table
         self.tensors: list[int] = []
         self.is_alloc: list[bool] = []
+        self.at_last: list[int] = []
+        """Which events, all of them frees, happen in the last such pass of an iteration alone."""
         self._live: set[int] = set()
         self._freed: set[int] = set()
 
@@ -96,6 +98,12 @@ class Pass:
         self._freed.add(tensor)
         self.tensors.append(tensor)
         self.is_alloc.append(False)
+
+    def free_at_last(self, name: str) -> None:
+        """Free what outlives passes of its kind but the last of an iteration."""
+        count = len(self.tensors)
+        self.free(name)
+        self.at_last += range(count, len(self.tensors))
 
     def allocate_each(self, name: str, sizes: Sequence[int], category: str) -> None:
         for number, size in enumerate(sizes):

@@ -62,16 +62,13 @@ class StaticBytes:
         return sum(self.step_workspace) - sum(self.gradients_anew[unit][number] for unit, number in self.dropped)
 
 
-def static_bytes(
-    groups: Sequence[ParameterGroup], costs: CostTables, *, sharded_gradients: bool, reshards: bool
-) -> StaticBytes:
+def static_bytes(groups: Sequence[ParameterGroup], costs: CostTables, *, sharded_gradients: bool) -> StaticBytes:
     """Return model states of a stage on one device.
 
     Args:
         groups: The stage's parameters.
         costs: Of the problem, whose runtime gives bytes per parameter.
         sharded_gradients: ZeRO-2 and 3 keep gradients sharded between microbatches.
-        reshards: ZeRO-3 keeps parameters sharded outside their use; else they stay, gathered, beside their shards.
     """
     runtime = costs.problem.runtime
     parameters, gradients, masters, moments, workspace = [], [], [], [], []
@@ -85,9 +82,7 @@ def static_bytes(
     for group in groups:
         elements = float(group.num_elements)
         shards = group.num_shards
-        gathered = is_gathered(group)
-        kept = elements * runtime.gathered_parameter_bytes if gathered and not reshards else 0.0
-        parameters.append(int(elements * runtime.parameter_bytes / (shards if gathered else 1) + kept))
+        parameters.append(int(elements * runtime.parameter_bytes / (shards if is_gathered(group) else 1)))
         scattered = group.zero >= 2 and shards > 1 and sharded_gradients
         drops = runtime.drops_gradients and group.zero == 1 and shards > 1
         gradient_bytes = runtime.gradient_bytes - runtime.bucket_bytes

@@ -40,7 +40,7 @@ class StageMemory:
     Args:
         view: The stage.
         cost_of: Operator index to its cost on the representative.
-        reshards: ZeRO-3 parameters are freed after use.
+        reshards: ZeRO-3 parameters are freed after use, else in the last backward pass (``WholeUnits``).
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
         gradients_anew: By unit, bytes of gradients that the first backward pass makes.
     """
@@ -74,6 +74,8 @@ class StageMemory:
         self._scattered = {index: view.scattered_inputs(index) for index in view.operators}
         self.begins: dict[int, int] = {}
         """By operator, how many events of the last backward pass came before its own."""
+        self.at_last: list[int] = []
+        """Of the pass that was asked for last, events of an iteration's last such pass alone (``Pass.at_last``)."""
 
     # One pass each
 
@@ -88,6 +90,7 @@ class StageMemory:
             for name in self.view.leaving:
                 if self._kept[name] == STAGE_OUTPUT:
                     self._release(name, events)
+        self.at_last = events.at_last
         return events.tensors, events.is_alloc
 
     def _run(self, operators: Iterable[int], events: Pass, *, recomputing: bool) -> None:
@@ -208,6 +211,7 @@ class StageMemory:
                 events.free(f"{name}/gradient")
             for name in releases.get(-1, ()):
                 self._release(name, events)
+        self.at_last = events.at_last
         return events.tensors, events.is_alloc
 
     def _ends_of_segment(self, start: int) -> list[str]:

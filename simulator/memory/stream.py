@@ -57,6 +57,7 @@ class PassEvents:
         portions: float64. When, from 0 at the start of the pass to 1 at its end.
         rooms: int64. Of a gradient that stays as it is made where it is a stage's first, the event of the pass with
             which its operator begins; else -1.
+        at_last: bool. Whether it frees in a stage's last such pass alone.
     """
 
     tensors: NDArray[np.int64]
@@ -66,6 +67,7 @@ class PassEvents:
     categories: NDArray[np.int64]
     portions: NDArray[np.float64]
     rooms: NDArray[np.int64]
+    at_last: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class EventStream:
             self._next_id += program.num_tensors
         lengths = []
         begun = set[int]()
+        ends = {(kind, stage): microbatch for kind, stage, microbatch in order}
         for (kind, stage, microbatch), (start, end) in zip(order, labels.tolist(), strict=True):
             if smaller and microbatch == last:
                 events = smaller[stage].passes[kind]
@@ -178,7 +181,9 @@ class EventStream:
                 events = program.passes[kind]
                 own = np.where(events.lasting, 0, microbatch)
                 ids = events.tensors + (first_id[stage] + own * program.num_tensors)
-            self._parts.append((events.sizes, ids, events.is_alloc, events.categories))
+            # What stays is as if made again, which changes nothing (``_consistent``).
+            is_alloc = events.is_alloc | events.at_last if microbatch != ends[kind, stage] else events.is_alloc
+            self._parts.append((events.sizes, ids, is_alloc, events.categories))
             self._times.append(start + (end - start) * events.portions)
             lengths.append(len(ids))
             is_first = kind in (BACKWARD, BACKWARD_WEIGHT) and stage not in begun

@@ -27,7 +27,8 @@ class WholeUnits:
 
     Args:
         view: The stage.
-        reshards: ZeRO-3 parameters are freed after use.
+        reshards: ZeRO-3 parameters are freed after use; else gathered in the first forward pass of an iteration, and
+            freed in the last backward pass, each unit when that is through with it.
         sharded_gradients: Gradients of ZeRO-2 and 3 are reduced in every backward pass.
         anew: By unit, bytes of gradients that the first backward pass makes: of what is scattered, its shards.
     """
@@ -41,7 +42,7 @@ class WholeUnits:
         self._root = sorted(
             {self._unit_of[index] for index in view.operators if view.costs.units[index] in view.costs.root_units}
         )
-        self._gathers = self._gathered_units() if reshards else {}
+        self._gathers, self._reshards = self._gathered_units(), reshards
         scattered, wait = runtime.travelling_gradient_bytes, runtime.waiting_gradient_share
         self._unsharded = self._gradients(self._unit_of, scattered) if sharded_gradients else {}
         every = range(len(view.costs.problem.workload.operators))
@@ -80,7 +81,8 @@ class WholeUnits:
             entering: The unit that follows; None where the pass ends.
             events: Of the pass.
         """
-        self._give_back(leaving, events, all_units=entering is None)
+        if self._reshards:
+            self._give_back(leaving, events, all_units=entering is None)
         self.hold(leaving, entering, events, "forward")
 
     def leave(self, unit: int | None, events: Pass, *, is_last: bool, gathers: bool, scatters: bool) -> None:
@@ -102,40 +104,48 @@ class WholeUnits:
         if gathers:
             self._give_back(unit, events, all_units=is_last)
             for each in self._root if is_last else ():
-                events.free(f"unit {each}/gathered")
+                self._free(each, events)
         if scatters and not self._copies_first:
             self._scatter_left(unit, events, is_last=is_last)
 
     def _give_back(self, leaving: int | None, events: Pass, *, all_units: bool) -> None:
         for unit in self._gathers:
             if (unit == leaving or all_units) and unit not in self._root:
-                events.free(f"unit {unit}/gathered")
+                self._free(unit, events)
+
+    def _free(self, unit: int, events: Pass) -> None:
+        free = events.free if self._reshards else events.free_at_last
+        free(f"unit {unit}/gathered")
+
+    def _allocate(self, unit: int, events: Pass, *, lasting: bool = False) -> None:
+        lasting = lasting or not self._reshards
+        events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=lasting)
 
     def hold(self, leaving: int | None, entering: int | None, events: Pass, way: Way) -> None:
         """Hold what a unit has gathered, and the one after where that is there by then (``Runtime.holds_next``).
 
         Those of the root are gathered first and stay from a forward pass to the end of its backward pass, once
         for all microbatches in flight. The backward pass begins with the root's, whatever it computes first, so the
-        last unit is gathered then.
+        last unit is gathered then. What stays is there in backward passes.
 
         Args:
             leaving, entering, events: As for ``gather``.
             way: Of the pass.
         """
-        if not self._gathers or entering is None:
+        if not self._gathers or entering is None or (way == "backward" and not self._reshards):
             return
         for unit in self._root if leaving is None else ():
-            events.allocate(f"unit {unit}/gathered", self._gathers.get(unit, 0.0), GATHERED, lasting=True)
+            self._allocate(unit, events, lasting=True)
         units = [unit for unit in self._gathers if unit not in self._root]
         begins_in_root = way == "backward" and leaving is None and bool(self._gathers.keys() & self._root)
         if entering in units:
-            events.allocate(f"unit {entering}/gathered", self._gathers[entering], GATHERED)
+            self._allocate(entering, events)
         elif not begins_in_root:
             return
         after = [unit for unit in units if (unit > entering if way == "forward" else unit < entering)]
         if self._runtime.holds_next(way) and after:
             following = after[0 if way == "forward" else -1]
-            events.allocate(f"unit {following}/gathered", self._gathers[following], GATHERED)
+            self._allocate(following, events)
 
     # Gradients
 

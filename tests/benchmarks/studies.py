@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from simulator.batch.errors import errors_of
 from simulator.costs import CostTables
 from simulator.problem import Problem
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.benchmarks.cases import deep_problem, gpt_2_6b
+from tests.benchmarks.errors_by_cause import errors_of
 from tests.benchmarks.measuring import processor_s
 from tests.benchmarks.random_plans import RandomPlans
 

@@ -1,4 +1,4 @@
-"""Tasks per second of both engines and plans per second of batches.
+"""Tasks per second of both engines.
 
 ``pytest tests/benchmarks/test_engine_speed.py --benchmark-only``
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.batch.evaluator import BatchEvaluator, PlanBatch
 from simulator.engines.engine_compiled import run_compiled
 from simulator.engines.engine_simpy import run_simpy
-from simulator.problem import Problem, ProblemSpec
 from simulator.schedules.actions import FORWARD, PipelineShape
 from simulator.schedules.registry import schedule_named
 from simulator.taskgraph import COMMUNICATION, COMPUTATION, Csr, TaskGraph
@@ -126,82 +124,3 @@ def test_speed_of_the_compiled_engine(benchmark, num_chained: int, slowdown: flo
     benchmark.extra_info["tasks"] = graph.num_tasks
     benchmark.extra_info["tasks_per_s"] = round(graph.num_tasks / benchmark.stats["median"])
     benchmark.extra_info["speed_changes_per_task"] = round(schedule.statistics["speed_changes"] / graph.num_tasks, 2)
-
-
-def random_batch(problem: Problem, count: int, generator: np.random.Generator, max_stages: int) -> PlanBatch:
-    """Return different plans: 1, 2, 4, ... stages of equal devices, other degrees and cuts in each stage.
-
-    Cuts are anywhere between operators, each within 30 % of an equal share from where equal stages have it.
-    """
-    count_operators, devices = len(problem.workload), problem.num_devices
-    rows: list[tuple[int, int, int, bool]] = []
-    offsets, sizes = [0], []
-    while len(sizes) < count:
-        num_stages = 2 ** int(generator.integers(0, int(np.log2(max_stages)) + 1))
-        share, each = count_operators / num_stages, devices // num_stages
-        places = share * (np.arange(1, num_stages) + generator.uniform(-0.3, 0.3, num_stages - 1))
-        stops = [*np.round(places).astype(int).tolist(), count_operators]
-        tps = generator.choice([tp for tp in (1, 2, 4, 8) if tp <= each], num_stages).tolist()
-        size = max(each // tp for tp in tps) * 2 ** int(generator.integers(0, 4))
-        if problem.global_batch % size or len(set(stops)) < num_stages:
-            continue
-        rows += [(stop, tp, each // tp, bool(generator.integers(2))) for stop, tp in zip(stops, tps, strict=True)]
-        offsets.append(len(rows))
-        sizes.append(size)
-    stops_of, tp_of, dp_of, recompute = (np.array(column) for column in zip(*rows, strict=True))
-    size_of = np.array(sizes)
-    return PlanBatch(
-        stage_offsets=np.array(offsets),
-        stops=stops_of,
-        tp=tp_of,
-        dp=dp_of,
-        recompute=recompute,
-        microbatch_size=size_of,
-        num_microbatches=problem.global_batch // size_of,
-        gpipe=np.zeros(count, dtype=np.bool_),
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "cluster", "global_batch", "max_stages"),
-    [("gpt3-1.3b", "v100-32g-dgx1:1x4", 1024, 4), ("gpt3-175b", "a100-80g-dgx:128x8", 1536, 64)],
-    ids=["1.3B on 4", "175B on 1024"],
-)
-def test_speed_of_batches(benchmark, model: str, cluster: str, global_batch: int, max_stages: int) -> None:
-    """Times and peaks of 2,000 plans that were not seen before, tables of this problem warm."""
-    problem = ProblemSpec(model, cluster, "galvatron-v1", global_batch).load()
-    evaluator = BatchEvaluator(problem)
-    generator = np.random.default_rng(0)
-
-    def new_plans() -> tuple[tuple[PlanBatch], dict[str, object]]:
-        return (random_batch(problem, 2000, generator, max_stages),), {}
-
-    result = benchmark.pedantic(evaluator.evaluate, setup=new_plans, rounds=5, warmup_rounds=2)
-    assert np.isfinite(result.iteration_time_s).all()
-    benchmark.extra_info["plans_per_s"] = round(2000 / benchmark.stats["median"])
-    benchmark.extra_info["plans_followed_unit_by_unit"] = result.num_apart
-
-
-def test_speed_of_batches_with_512_microbatches(benchmark) -> None:
-    """GPT-3 1.3B on 4 GPUs, two samples in a microbatch."""
-    problem = ProblemSpec("gpt3-1.3b", "v100-32g-dgx1:1x4", "galvatron-v1", 1024).load()
-    evaluator = BatchEvaluator(problem)
-    batch = random_batch(problem, 8000, np.random.default_rng(1), 4)
-    fits = np.ones(8000, dtype=np.bool_)
-    np.logical_and.at(fits, batch.plan_of_stage, 2 % batch.dp == 0)
-    chosen = np.flatnonzero(fits)[:2000]
-    rows = np.flatnonzero(np.isin(batch.plan_of_stage, chosen))
-    same = PlanBatch(
-        stage_offsets=np.concatenate([[0], np.cumsum(np.diff(batch.stage_offsets)[chosen])]),
-        stops=batch.stops[rows],
-        tp=batch.tp[rows],
-        dp=batch.dp[rows],
-        recompute=batch.recompute[rows],
-        microbatch_size=np.full(len(chosen), 2),
-        num_microbatches=np.full(len(chosen), 512),
-        gpipe=np.zeros(len(chosen), dtype=np.bool_),
-    )
-    result = benchmark.pedantic(evaluator.evaluate, args=(same,), rounds=5, warmup_rounds=1)
-    benchmark.extra_info["plans"] = len(chosen)
-    benchmark.extra_info["plans_per_s"] = round(len(chosen) / benchmark.stats["median"])
-    assert np.isfinite(result.iteration_time_s).all()

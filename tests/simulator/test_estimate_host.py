@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.machine_factors import with_factors
-from simulator.batch.evaluator import BatchEvaluator
 from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
@@ -198,20 +197,6 @@ def test_the_fast_estimate_refuses_measured_collectives_that_a_host_delays() -> 
     slower = replace(behind, runtime=replace(behind.runtime, host_seconds_per_collective=(1.0, 0.0)))
     assert estimate(plan, slower).iteration_time_s > estimate(plan, behind).iteration_time_s + 0.9
 
-
-def test_batches_refuse_a_host_that_never_runs_ahead() -> None:
-    problem = small_problem("gpt", runtime="galvatron-v1")
-    BatchEvaluator(problem)
-    behind = replace(problem, runtime=replace(problem.runtime, host_runs_ahead=False))
-    with pytest.raises(ValueError, match=r"never runs ahead.*galvatron-v1.*FastEstimator, or simulate"):
-        BatchEvaluator(behind)
-
-
-def test_batches_refuse_flash_attention_that_keeps_another_tensor_of_several_samples() -> None:
-    problem = small_problem("gpt", runtime="megatron-lm-2023-flash")
-    runtime = replace(problem.runtime, overlaps_input_reductions=False)
-    with pytest.raises(ValueError, match="whatever their samples"):
-        BatchEvaluator(replace(problem, runtime=runtime))
 
 
 def unlike_hosts(runtime: str, **changes: object) -> Problem:

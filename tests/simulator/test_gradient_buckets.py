@@ -57,6 +57,6 @@ def test_what_is_scattered_is_in_no_bucket(zero: int, num_bytes: float) -> None:
     plan = validate(uniform_plan(problem, dp=4, zero=zero), problem)
     (view,) = stage_views(plan, costs := CostTables(problem))
     groups = list(parameter_groups(view))
-    static = static_bytes(groups, costs, sharded_gradients=zero > 1, reshards=True)
+    static = static_bytes(groups, costs, sharded_gradients=zero > 1)
     elements = sum(group.num_elements for group in groups)
     assert sum(static.gradients) + static.anew_bytes == pytest.approx(elements * num_bytes, rel=1e-3)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware_models.model import HardwareModel
-from simulator.batch.evaluator import PlanBatch
 from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
@@ -379,5 +378,3 @@ def test_estimators_for_equal_microbatches_refuse_it_by_name() -> None:
     plan, problem = with_last(problem, 4, 1, 3, pp=2)
     with pytest.raises(ValueError, match="microbatches must be alike"):
         FastEstimator(problem).estimate(plan)
-    with pytest.raises(ValueError, match="microbatches that are alike"):
-        PlanBatch.from_plans([plan], problem)

@@ -36,9 +36,10 @@ class Watched(StageMemory):
     """One microbatch of a stage; says what an operator's backward pass finds, by names of tensors."""
 
     def __init__(self, view: StageView) -> None:
-        zero = {"reshards": view.plan.reshard_after_forward, "sharded_gradients": reduces_in_backward(view.plan)}
-        static = static_bytes(list(parameter_groups(view)), view.costs, **zero)
-        super().__init__(view, view.cost, **zero, gradients_anew=static.gradients_anew)
+        reshards, sharded = view.plan.reshard_after_forward, reduces_in_backward(view.plan)
+        static = static_bytes(list(parameter_groups(view)), view.costs, sharded_gradients=sharded)
+        anew = static.gradients_anew
+        super().__init__(view, view.cost, reshards=reshards, sharded_gradients=sharded, gradients_anew=anew)
         self.anew = {
             f"unit {unit}/gradient {number}"
             for unit, sizes in static.gradients_anew.items()
@@ -106,7 +107,7 @@ class Watched(StageMemory):
         part = self.view.costs.unit_parts[index]
         groups = (each for each in parameter_groups(self.view) if index in each.users)
         used = any(part in units_gathered_for(self.view, group) for group in groups)
-        return {f"unit {part}/gathered"} if used and self.view.plan.reshard_after_forward else set()
+        return {f"unit {part}/gathered"} if used else set()
 
     def _segment(self, index: int) -> range:
         return next((range(*each) for each in self.view.stage.recompute if index in range(*each)), range(0))

@@ -187,10 +187,24 @@ def test_parameters_that_stay_gathered_lie_beside_their_shards_in_the_type_they_
     problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime="pytorch-fsdp2", global_batch=4)
     plan = replace(uniform_plan(problem, dp=4, zero=3), reshard_after_forward=reshards)
     result = simulate(plan, problem)
-    per_parameter = 4 / 4 + (0 if reshards else 2)
-    assert result.memory[0].consumers["parameters"] == pytest.approx(
-        problem.workload.num_parameters * per_parameter, rel=1e-3
-    )
+    consumers = result.memory[0].consumers
+    assert consumers["parameters"] == pytest.approx(problem.workload.num_parameters * 4 / 4, rel=1e-3)
+    if not reshards:
+        assert consumers["gathered parameters"] == pytest.approx(problem.workload.num_parameters * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_stays_gathered_is_given_back_by_the_last_backward_pass(runtime: str, pp: int) -> None:
+    """Nothing of it is there in the optimizer step; two bytes a parameter are when that pass begins, and no sooner."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=12 // pp)
+    plan = uniform_plan(problem, dp=4 // pp, pp=pp, zero=3, microbatch=1, recompute="full")
+    stays = replace(plan, reshard_after_forward=False)
+    histories = [simulate(each, problem).live_bytes(0).live_bytes for each in (plan, stays)]
+    assert histories[0][-1] == histories[1][-1], "the step finds the same"
+    ends = [np.abs(np.diff(history)).sum() for history in histories]
+    assert ends[0] > ends[1], "each unit is gathered once"
+    assert simulate(stays, problem).memory[0].peak_where.startswith("stage 0, backward of microbatch")
 
 
 def test_sequence_parallelism_keeps_shards_unless_the_runtime_keeps_gathered_inputs() -> None:

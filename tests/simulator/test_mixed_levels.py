@@ -12,7 +12,7 @@ from simulator.closed_forms.estimate import estimate
 from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan
 from simulator.problem import ProblemSpec
-from simulator.simulate import simulate_time_s
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import repeated_layers, uniform_plan
 
 ORDERS: dict[str, Callable[[int, int], bool]] = {
@@ -81,6 +81,23 @@ def test_gradients_of_each_level_are_reduced_when_they_are_all_there(setting, le
     """Where all counted as reduced with the stage's first layer, such plans were up to 8.6 % too slow."""
     words = dict(tp=4, dp=2, microbatch=microbatch, gradient_reduction="last", overlap_gradient_sync=True)
     assert error(setting, mixed_plan(setting, levels, order, **words)) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("levels", [(0, 0), (0, 3), (3, 0), (0, 2)])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
+def test_fsdp_reduces_unit_by_unit_whatever_it_shards(runtime: str, tp: int, levels: tuple[int, int]) -> None:
+    """NO_SHARD's hook all-reduces a module when its backward pass is through; all went in one, behind the last pass."""
+    setting = ("llama2-7b", "a100-80g-dgx-100g:2x4", runtime)
+    words = dict(tp=tp, dp=8 // tp, microbatch=8, gradient_reduction="last", overlap_gradient_sync=True)
+    plan, found = mixed_plan(setting, levels, "half", **words), estimator(setting)
+    assert error(setting, plan) == pytest.approx(0, abs=0.012)
+    graph = simulate(plan, found.problem, costs=found.costs).graph
+    reductions = int((graph.cause == graph.causes.index("gradient sync")).sum())
+    layers = len(repeated_layers(found.problem.workload))
+    assert layers + 1 <= reductions <= layers + 3
+    at_once = replace(found.problem, runtime=replace(found.problem.runtime, reduces_by_unit=False))
+    assert simulate_time_s(plan, at_once) > simulate_time_s(plan, found.problem)
 
 
 @pytest.mark.parametrize("levels", [(0, 3), (3, 1), (2, 3)])

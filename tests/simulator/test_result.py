@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.commands.simulate import simulate_file
 from hardware_models.model import HardwareModel
 from hardware_models.runtime_files import load_runtime
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.results import pipeline_result
@@ -41,6 +42,16 @@ def test_flop_are_megatrons_closed_form_whatever_computes_the_attention(attentio
     again = of_layers / 3 if recompute == "full" else 0.0
     assert result.hardware_flop == pytest.approx(of_layers + of_head + again, rel=1e-9)
     assert result.mfu == pytest.approx(result.model_flop / result.iteration_time_s / (2 * 312e12), rel=1e-9)
+
+
+@pytest.mark.parametrize(("runtime", "is_above"), [("megatron-lm-2021-fp32", True), ("megatron-lm-2021", False)])
+def test_utilisation_is_above_one_where_winograd_does_fewer_operations(runtime: str, is_above: bool) -> None:
+    """F(4x4, 3x3) multiplies 36 times where the product has 144; in 16 bits nothing takes it."""
+    problem = ProblemSpec("vgg-16", "v100-32g-dgx1:1x1", runtime, 32).load()
+    result = simulate(uniform_plan(problem, microbatch=32), problem)
+    assert result.mfu is not None and (result.mfu > 1) is is_above
+    assert result.mfu < 144 / 36
+    assert "Winograd" in (type(result).mfu.__doc__ or "") and "Winograd" in (simulate_file.__doc__ or "")
 
 
 def test_utilisation_of_a_model_without_flop_is_unknown_not_zero(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def left_bytes(view: StageView) -> int:
     return sum(
         program.table.sizes[tensor] if is_alloc else -program.table.sizes[tensor]
         for tensor, is_alloc in zip(*program.forward(), strict=True)
+        if tensor not in program.table.lasting  # Parameters that stay gathered are no microbatch's.
     )
 
 

@@ -31,7 +31,7 @@ def moments(problem: Problem, **shape: object) -> list[Counter[str]]:
     """Return what is live after every allocation of a backward pass under ZeRO-3 over eight ranks, by what it is."""
     plan = validate(uniform_plan(problem, dp=8, zero=3, **shape), problem)
     (view,) = stage_views(plan, costs := CostTables(problem))
-    anew = static_bytes(list(parameter_groups(view)), costs, sharded_gradients=True, reshards=True).gradients_anew
+    anew = static_bytes(list(parameter_groups(view)), costs, sharded_gradients=True).gradients_anew
     program = StageMemory(view, view.cost, reshards=True, sharded_gradients=True, gradients_anew=anew)
     program.forward()
     live, found = Counter[str](), []

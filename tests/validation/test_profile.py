@@ -377,3 +377,14 @@ def test_gpus_that_this_machine_lacks_are_told_before_anything_is_measured(
     code, _, error = run(capsys, "profile", "--device", "cuda", *words)
     assert code == 2 and "error: 1 process on cuda needs 1 GPU, got 0" in error
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_profile_would_cost_needs_no_file_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(MODEL)
+    code, out, error = run(capsys, "profile", "-m", model, "-c", "local-cpu:1x2", "--dry-run", "--json")
+    assert code == 0 and "minutes" in error
+    assert 0 < json.loads(out)["least_s"] <= json.loads(out)["most_s"]
+    code, _, error = run(capsys, "profile", "-m", model, "-c", "local-cpu:1x2")
+    assert code == 2 and "error: a profile must have a file, got no --output" in error
+    assert list(tmp_path.iterdir()) == [model]

@@ -110,7 +110,7 @@ def test_a_sequence_length_beside_the_models_keys_is_what_it_trains_on() -> None
     assert build_from_spec(short).num_parameters == 124_439_808, "its table is as long as before"
     both = spec(model_type="t5", seq_len=1024, decoder_seq_len=114)
     assert (both.seq_len, both.decoder_seq_len) == (1024, 114)
-    with pytest.raises(ValueError, match="num_positions=1024 must be at least seq_len=2048"):
+    with pytest.raises(ValueError, match=r"n_positions=1024 must be at least seq_len=2048"):
         spec(model_type="gpt2", seq_len=2048)
 
 
@@ -127,8 +127,22 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(family: str, absent:
     [
         ({"model_type": "gpt3"}, "model_type: 'gpt3' is not supported, did you mean 'gpt2'"),
         ({"model_type": "llama", "hidden_size": 64}, "num_hidden_layers: is required of a llama model"),
-        ({"model_type": "gpt2", "n_layer": -1}, "layers: must be greater than or equal to 1"),
-        ({"model_type": "gpt2", "n_head": 7}, "heads must divide hidden=768, got heads=7"),
+        ({"model_type": "gpt2", "n_layer": -1}, r"json: n_layer: must be greater than or equal to 1"),
+        ({"model_type": "gpt2", "n_layer": "heads"}, r"json: n_layer: must be a valid integer, got 'heads'"),
+        ({"model_type": "gpt2", "n_head": 7}, "n_head must divide n_embd=768, got n_head=7"),
+        ({"model_type": "gpt_neox", "hidden_size": 100}, "num_attention_heads must divide hidden_size=100"),
+        ({"model_type": "mistral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 6, "vocab_size": 9,
+          "intermediate_size": 8, "max_position_embeddings": 8},
+         "num_attention_heads must divide hidden_size=64, got num_attention_heads=6; or give head_dim"),
+        ({"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 9,
+          "intermediate_size": 8, "max_position_embeddings": 8, "num_key_value_heads": 3},
+         "num_key_value_heads must divide num_attention_heads=8, got num_key_value_heads=3"),
+        ({"model_type": "bert", "hidden_dropout_prob": 1}, r"json: hidden_dropout_prob: must be less than 1"),
+        ({"model_type": "roberta", "max_position_embeddings": 2}, "max_position_embeddings: two come before .*, got 2"),
+        ({"model_type": "vit", "patch_size": 15}, "patch_size must divide image_size=224, got patch_size=15"),
+        ({"model_type": "t5", "n_positions": 0}, r"json: n_positions: must be greater than or equal to 1, got 0$"),
+        ({"model_type": "t5", "feed_forward_proj": "tanh"}, "feed_forward_proj: must be relu, gelu or gated-..., got"),
+        ({"model_type": "bert", "seq_len": 0}, r"json: seq_len: must be greater than or equal to 1"),
         ({"model_type": 3}, "model_type: is required"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias: biases in the MLP are not supported, got True"),
     ],

@@ -1,4 +1,4 @@
-"""How far the closed form of batches is from the engine, effect by effect."""
+"""How far a closed form is from the engine, effect by effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.batch.evaluator import BatchEvaluator, PlanBatch
 from simulator.costs import CostTables
 from simulator.engines.engine_compiled import run_compiled
 from simulator.fidelity import Fidelity
@@ -16,9 +15,6 @@ from simulator.lowering.lower import lower
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.validate import validate
-
-MODELLED_ELSEWHERE = ("host", "overlap-slowdown", "contention", "gradient-sync", "optimizer")
-"""Effects that engines have and the closed form leaves out."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +32,6 @@ class CauseError:
     bias: float
     mean_absolute: float
     worst: float
-
-
-def error_by_cause(
-    plans: Sequence[Plan], problem: Problem, evaluator: BatchEvaluator | None = None
-) -> tuple[CauseError, ...]:
-    """Return the errors of the closed form, effect by effect, then with all effects at once.
-
-    Args:
-        plans: Plans of the batch's space.
-        problem: Their problem.
-        evaluator: Kept tables; made anew if None.
-    """
-    evaluator = evaluator or BatchEvaluator(problem)
-    predicted = evaluator.evaluate(PlanBatch.from_plans(plans, problem)).iteration_time_s
-    return errors_of(predicted, plans, problem, evaluator.costs, MODELLED_ELSEWHERE)
 
 
 def errors_of(
