@@ -319,9 +319,12 @@ class CostTables:
 
     def listing_s(self, members: Sequence[int], num_entries: int) -> float:
         """Return the host's seconds for a collective that is given a tensor of each rank."""
-        once_s = self.problem.runtime.host_seconds_per_list_entry
-        slowest = max(self._host_factor(gpu_type) for gpu_type in {self.problem.gpu_types[each] for each in members})
-        return num_entries * once_s * slowest
+        types = {self.problem.gpu_types[each] for each in members}
+        return num_entries * max(self.entry_s(gpu_type) for gpu_type in types)
+
+    def entry_s(self, gpu_type: str) -> float:
+        """Return the host's seconds for one tensor of a list, and its copy."""
+        return self.problem.runtime.host_seconds_per_list_entry * self._host_factor(gpu_type)
 
     def collective_delay_s(self, members: Sequence[int]) -> float:
         """Return the seconds by which launching a collective delays it: 0 where the host runs ahead."""

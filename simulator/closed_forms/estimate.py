@@ -41,6 +41,7 @@ from simulator.closed_forms.stage_prices import (
     items_s,
     num_passes,
     passes_s,
+    rebuilt_s,
     stage_step_s,
     tied_s,
     transfers_s,
@@ -286,7 +287,7 @@ def _stage_times(plan: Plan, views: Sequence[StageView], *, has_ties: bool) -> _
             ahead_s -= found.launching
             once_s = max(once_s, found.last - ahead_s)
         passed_s, updated_s = stage_step_s(view, ahead_s + found.passes.reduced + once_s, norm_seconds)
-        updated_s += sum(collective_s(view, item) for item in parameter_refresh(view))
+        updated_s += sum(collective_s(view, item) for item in parameter_refresh(view)) + rebuilt_s(view)
         own_rows[stage, ONCE], *later = phases_s(once_s, passed_s, updated_s, has_ties, norm_seconds > 0)
         passed.append(later[0])
         updated.append(later[1])

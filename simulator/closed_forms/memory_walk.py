@@ -95,10 +95,12 @@ def walk(
         most_forward = max(most_forward, begins)
         # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
-        own = needed + whole.beside[index] - ends_gradients
+        # (While a segment is computed again, the gradients of what its last operator makes are there already.)
+        given = cost.given_back_bytes if in_segment and ends else 0.0
+        own = needed + whole.beside[index] - ends_gradients + given
         own += sum(each.num_bytes for each in tied if each.first <= index < each.last)
         highest, highest_first = max(highest, own, begins), max(highest_first, own + made_by_then[index], begins)
-        split = max(split, needed + whole.gathers[index] + weights_behind, begins)
+        split = max(split, needed + given + whole.gathers[index] + weights_behind, begins)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
             entered = kept.total if in_segment else 0.0

@@ -18,7 +18,14 @@ from simulator.lowering.handover import handover_s
 from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.program import StageView
-from simulator.lowering.step import adam_launches, gradient_pass_s, num_launches, passes_gradients, step_work
+from simulator.lowering.step import (
+    adam_launches,
+    gradient_pass_s,
+    num_launches,
+    passes_gradients,
+    rebuilding_s,
+    step_work,
+)
 from simulator.lowering.synchronisation import handed_over
 from simulator.lowering.transfers import Transfer
 from simulator.operator_cost import BACKWARD_WEIGHT_ALONE, RECOMPUTED
@@ -151,6 +158,12 @@ def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
         + _slowest_s(costs, "all_reduce", size, unlike_groups(cluster, outer.get(tie, ())))
         for tie, size in sizes.items()
     )
+
+
+def rebuilt_s(view: StageView) -> float:
+    """Return the seconds of putting together what is kept whole of ranks' parts, behind the step."""
+    num_rebuilt = step_work(view).num_rebuilt
+    return max(rebuilding_s(view.costs, gpu_type, num_rebuilt) for gpu_type in view.gpu_types)
 
 
 def stage_step_s(view: StageView, ahead_s: float, norm_s: float) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from simulator.fast.memory import (
     AGAIN_WAIT_PEAK,
     ANEW,
     ANEW_BYTES,
+    END_GIVEN,
     END_GRADIENTS,
     ENDS,
     FIRST_WORKING_BYTES,
@@ -184,6 +185,9 @@ def hold_activations(
         begun_bytes, num_changes = wait_for_earlier(
             shape, tables, plans, run_tables, stage, crossing.in_shards, run, start, begins_part, changes, num_changes
         )
+        if in_segment and ends == following:
+            given = sums[ends, END_GIVEN] - sums[ends - 1, END_GIVEN]
+            num_changes = differ(changes, num_changes, ends - 1, given)
         if splits:
             weights_behind += sums[start, WEIGHTED] + sums[start, TO_MULTIPLY]
             split_kind = AGAIN_SPLIT_PEAK if in_segment else KEPT_SPLIT_PEAK

@@ -35,9 +35,9 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 # gradients to earlier ones takes where first ones are handed over (``ADDED``: device and host, of whole gradients and
 # of those that ZeRO scatters), elements of each family.
 FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
-PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, BUCKETS, LARGE = range(8, 14)
-AGAIN_S, AGAIN_HOST_S, ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(14, 21)
-STEP_COLUMNS = 4
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, REBUILT, BUCKETS, LARGE = range(8, 15)
+AGAIN_S, AGAIN_HOST_S, ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(15, 22)
+STEP_COLUMNS = 5
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
 # Columns of ``TimeTables.families``: key and channels of the reduction (scatter first, then the rest), key and
@@ -54,9 +54,10 @@ START_S, S_PER_BYTE, LATENCY_S, STRETCH = range(4)
 LINE = 4
 
 # Columns of ``TimeTables.step_rates``: least seconds of a kernel, seconds of going over no gradients and per byte,
-# seconds of the optimizer per byte, and of a launch; factors of overlap; seconds of copying nothing and per byte.
+# seconds of the optimizer per byte, and of a launch; factors of overlap; seconds of copying nothing and per byte, and
+# of one part of a rank that parameters are put together of.
 FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
-COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, RATES = range(5, 10)
+COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, REBUILT_S, RATES = range(5, 11)
 
 # Columns of ``TimeTables.channel_hosts_s``.
 CALL_S, LISTING_S, HOST_COLUMNS = range(3)

@@ -94,6 +94,7 @@ class Holding:
     own_working: tuple[float, float]
     product: float
     ends: tuple[float, float]
+    given: float
     gathered: float
     unsharded: float
     states: Floats
@@ -187,6 +188,7 @@ class Holdings:
             own_working=own_working_bytes(index, cost, problem),
             product=product_bytes(cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
+            given=cost.given_back_bytes,
             gathered=gathered,
             unsharded=unsharded,
             states=states,
@@ -217,6 +219,7 @@ class Holdings:
             own_working=(0.0, 0.0),
             product=0.0,
             ends=(0.0, 0.0),
+            given=0.0,
             gathered=0.0,
             unsharded=0.0,
             states=np.zeros(NUM_STATES),
@@ -229,7 +232,7 @@ class Holdings:
             num_large=0,
             tied_bytes=[[0.0] * NUM_STATES] * num_tied,
             tied=[(0, 0, -1, 1)] * num_tied,
-            tied_work=[StepWork(0.0, 0.0, 0, 0)] * num_tied,
+            tied_work=[StepWork(0.0, 0.0, 0, 0, 0)] * num_tied,
             unsuited=True,
         )
 

@@ -30,6 +30,8 @@ from simulator.fast.arrays import (
     PASSED,
     PASSED_BYTES,
     RATES,
+    REBUILT,
+    REBUILT_S,
     REDUCED,
     REFRESH_CHANNEL,
     REFRESHED_KEYS,
@@ -84,7 +86,7 @@ def step_rates(costs: CostTables, gpu_type: str) -> Floats:
             own_s = max(rates[FLOOR_S], rates[PASS_START_S] + num_bytes * rates[PASS_S_PER_BYTE])
             assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a pass over memory is a straight line above a floor"
     rates[UPDATE_S_PER_BYTE] = hardware.optimizer_step_s(gpu_type, 1.0)
-    rates[LAUNCH_S] = costs.launch_s(gpu_type)
+    rates[LAUNCH_S], rates[REBUILT_S] = costs.launch_s(gpu_type), costs.entry_s(gpu_type)
     rates[[COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN]] = hardware.overlap_slowdown(gpu_type)
     rates[[COPY_START_S, COPY_S_PER_BYTE]] = copying_s(costs, gpu_type)
     return rates
@@ -144,6 +146,7 @@ def _fill_work(
         work[1] += tables.sums[table, ends, TOUCHED_BYTES] - tables.sums[table, start, TOUCHED_BYTES]
         work[2] += tables.sums[table, ends, TENSORS] - tables.sums[table, start, TENSORS]
         work[3] += tables.sums[table, ends, STEPPED] - tables.sums[table, start, STEPPED]
+        work[4] += tables.sums[table, ends, REBUILT] - tables.sums[table, start, REBUILT]
         start = ends
     # What is tied counts once for each of its layouts.
     run = begin
@@ -208,7 +211,7 @@ def add_step(
     has_own = goes_on and _has_own_ranks(plans, plan)
     for stage in range(low, high):
         first = _fill_work(shape, tables, plans, run_tables, stage, first, work)
-        pass_s, update_s, launch_s = 0.0, 0.0, 0.0
+        pass_s, update_s, launch_s, rebuilt_s = 0.0, 0.0, 0.0, 0.0
         types = tables.placement_types[plans.placements[stage]]
         for gpu_type in range(len(tables.step_rates)):
             if types >> gpu_type & 1:
@@ -216,6 +219,7 @@ def add_step(
                 pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
                 update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
                 launch_s = max(launch_s, rates[LAUNCH_S])
+                rebuilt_s = max(rebuilt_s, work[4] * rates[REBUILT_S])
         num_kernels = _num_launches(rules.launches, work[3], work[1])
         waits = rules.waits and norm_s > 0
         ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]
@@ -228,6 +232,7 @@ def add_step(
             reduced_s = max(reduced_s, launched_s[stage, LAST] - ahead_s)
         ahead_s += launched_s[stage, BEHIND] + reduced_s
         passed_s, updated_s = _step_s(pass_s, update_s, num_kernels, launch_s, ahead_s, rules.runs_ahead, waits)
+        updated_s += rebuilt_s
         once_s[REDUCED, stage], once_s[PASSED, stage], once_s[UPDATED, stage] = _phases_s(
             reduced_s, once_s[PASSED, stage] + passed_s, once_s[UPDATED, stage] + updated_s, ties_s > 0, norm_s > 0
         )

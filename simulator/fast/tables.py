@@ -63,6 +63,7 @@ from simulator.fast.memory import (
     AGAIN_WAIT_PEAK,
     BUCKET,
     BUFFER,
+    END_GIVEN,
     END_GRADIENTS,
     ENDS,
     FORWARD_PEAK,
@@ -240,7 +241,7 @@ class TableBuilder:
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
             column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
-            column[[ENDS, END_GRADIENTS]] = found.ends
+            column[[ENDS, END_GRADIENTS, END_GIVEN]] = *found.ends, found.given
             column[STATES:] = found.states
             sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
             sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large

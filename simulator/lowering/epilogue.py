@@ -19,6 +19,7 @@ from simulator.lowering.step import (
     norm_s,
     num_launches,
     passes_gradients,
+    rebuilding_s,
     step_work,
 )
 from simulator.lowering.synchronisation import (
@@ -120,6 +121,7 @@ class EpilogueBuilder:
                 self._optimizer(placement)
         if self.fidelity.parameter_gather:
             for placement in self.placements:
+                self._rebuild(placement)
                 for item in parameter_refresh(placement.view):
                     self._collective(placement, item, "parameter gather", "gather")
         return self.rows
@@ -221,6 +223,13 @@ class EpilogueBuilder:
         for c in placement.classes if copied else ():
             seconds = sum(gradient_copy(view, operator, placement.gpu_type[c]).device_s for operator in copied)
             self._compute(c, "gradient copy", view.position, seconds, num_kernels)
+
+    def _rebuild(self, placement: StagePlacement) -> None:
+        """Put together what is kept whole, part by part."""
+        num_rebuilt = step_work(placement.view).num_rebuilt
+        for c in placement.classes if num_rebuilt and self.fidelity.host else ():
+            seconds = rebuilding_s(placement.view.costs, placement.gpu_type[c], num_rebuilt)
+            self._compute(c, "parameter gather", placement.view.position, seconds)
 
     def _optimizer(self, placement: StagePlacement) -> None:
         view = placement.view

@@ -26,12 +26,15 @@ class StepWork(NamedTuple):
         touched_bytes: Read and written by the optimizer.
         num_tensors: Parameters.
         num_stepped: Tensors that the optimizer steps: parameters, or what they are flattened into.
+        num_rebuilt: Parts of ranks that parameters are put together of behind it, copied one by one: of those that are
+            not gathered by calls of their own (``Runtime.parameter_calls_above``) but kept whole.
     """
 
     passed_bytes: float
     touched_bytes: float
     num_tensors: int
     num_stepped: int
+    num_rebuilt: int
 
 
 class AdamLaunches(NamedTuple):
@@ -59,7 +62,8 @@ def work_of(groups: Iterable[ParameterGroup], runtime: Runtime) -> StepWork:
     """Return the work of stepping parameters: ZeRO's ranks step a shard each."""
     passes = float(runtime.gradient_clipping) + 2.0 * runtime.loss_scaling
     whole, stepped = runtime.gradient_pass_bytes or (0.0, passes * runtime.gradient_accumulation_bytes)
-    passed_bytes, elements, num_tensors, num_stepped = 0.0, 0.0, 0, 0
+    passed_bytes, elements, num_tensors, num_stepped, num_rebuilt = 0.0, 0.0, 0, 0, 0
+    largest_kept = runtime.parameter_calls_above
     for group in groups:
         shards = group.num_shards if group.zero else 1
         passed_bytes += group.num_elements * (whole + stepped / shards)
@@ -67,7 +71,14 @@ def work_of(groups: Iterable[ParameterGroup], runtime: Runtime) -> StepWork:
         num_tensors += 1
         # A flat tensor stands at its first parameter.
         num_stepped += group.leads_unit or not (runtime.flattens_sharded and is_gathered(group))
-    return StepWork(passed_bytes, elements * _touched_bytes(runtime), num_tensors, num_stepped)
+        if largest_kept is not None and is_gathered(group) and group.num_elements <= largest_kept:
+            num_rebuilt += group.num_shards
+    return StepWork(passed_bytes, elements * _touched_bytes(runtime), num_tensors, num_stepped, num_rebuilt)
+
+
+def rebuilding_s(costs: CostTables, gpu_type: str, num_rebuilt: int) -> float:
+    """Return how long a host copies parts of ranks, which the device waits for."""
+    return num_rebuilt * costs.entry_s(gpu_type)
 
 
 def _touched_bytes(runtime: Runtime) -> float:

@@ -22,6 +22,7 @@ from simulator.lowering.synchronisation import gather_collectives, gradient_buck
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate, simulate_time_s
+from simulator.taskgraph import COMPUTATION
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -59,19 +60,23 @@ def layers_of_parameters(problem: Problem) -> tuple[dict[object, set[int]], dict
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "vit"])
 def test_the_host_lists_every_rank_for_every_parameter(family: str) -> None:
-    """Each large parameter twice a microbatch for every layer that uses it, to gather; each once, to scatter."""
+    """Each large parameter twice a microbatch for every layer that uses it, to gather; each once, to scatter.
+
+    And each small one once an iteration, to put it together.
+    """
     problem = problem_with(family)
     users, elements = layers_of_parameters(problem)
     least = problem.runtime.parameter_calls_above
     assert least == 100_000
     calls = sum(2 * len(layers) * (elements[key] > least) + 1 for key, layers in users.items())
+    few = sum(count <= least for count in elements.values())
     times = []
     for entry_s in (1e-3, 3e-3):  # Longer than anything on the device: all of it is waited for.
         own = problem_with(family, host_seconds_per_list_entry=entry_s)
         times.append(simulate_time_s(sharded(own), own))
     num_microbatches = sharded(problem).num_microbatches
     assert num_microbatches == 2
-    assert times[1] - times[0] == pytest.approx(num_microbatches * calls * RANKS * 2e-3, rel=2e-3)
+    assert times[1] - times[0] == pytest.approx((num_microbatches * calls + few) * RANKS * 2e-3, rel=2e-3)
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
@@ -201,3 +206,24 @@ def test_merged_tasks_of_a_launch_bound_run_that_waits_end_a_little_earlier() ->
     alone = simulate_time_s(plan, problem, fidelity=Fidelity().without("merge"))
     assert 0.99 * alone < merged < 0.995 * alone
     assert "one task (no effect on times but where a" in (Fidelity.__doc__ or "")
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "vit"])
+def test_what_stays_whole_is_put_together_behind_the_step_of_every_ranks_part(family: str) -> None:
+    """partition_parameters.py, ``_allgather_params`` of 0.3.12 and 0.5.0: a copy for each rank of each of them."""
+    problem = problem_with(family)
+    plan, runtime = sharded(problem), problem.runtime
+    assert runtime.parameter_calls_above is not None
+    _, elements = layers_of_parameters(problem)
+    few = sum(count <= runtime.parameter_calls_above for count in elements.values())
+    expected_s = few * RANKS * runtime.host_seconds_per_list_entry
+    graph = simulate(plan, problem).graph
+    rebuilt = [
+        float(graph.work_s[task])
+        for task in range(graph.num_tasks)
+        if graph.kind[task] == COMPUTATION and graph.microbatch[task] < 0
+        and graph.causes[graph.cause[task]] == "parameter gather"
+    ]
+    assert few > 20 and rebuilt == [pytest.approx(expected_s)]
+    found_s = estimate(plan, problem).iteration_time_s
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-9)
