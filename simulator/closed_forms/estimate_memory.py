@@ -19,13 +19,8 @@ from simulator.closed_forms.whole_for_a_while import whole_for_a_while
 from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
 from simulator.costs import CostTables
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import (
-    ParameterGroup,
-    bucket_buffer_bytes,
-    num_buffers,
-    parameter_groups,
-    whole_gradients_begin,
-)
+from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
+from simulator.lowering.whole_gradients import bucket_buffer_bytes, num_buffers, whole_gradients_begin
 from simulator.memory.model_states import reduces_in_backward, static_bytes
 from simulator.plan import Plan, batch_replicas
 from simulator.saved import needed_for_weights

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import parameter_groups, units_gathered_for, whole_gradients_begin
+from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
+from simulator.lowering.whole_gradients import whole_gradients_begin
 from simulator.memory.model_states import reduces_in_backward
 
 

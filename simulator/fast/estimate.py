@@ -59,7 +59,7 @@ from simulator.fast.store import Store
 from simulator.fast.structure import structure
 from simulator.fast.tables import TableBuilder
 from simulator.fast.time import estimate_times
-from simulator.lowering.synchronisation import flattened_at_once
+from simulator.lowering.whole_gradients import flattened_at_once
 from simulator.plan import Plan, Sharding, Stage, run_lengths
 from simulator.problem import Problem
 from simulator.uniform import uniform_plan

@@ -42,8 +42,6 @@ from simulator.lowering.program import StageView
 from simulator.lowering.step import StepWork, work_of
 from simulator.lowering.synchronisation import (
     ParameterGroup,
-    bucket_buffer_bytes,
-    flattened_bytes,
     is_copied,
     is_gathered,
     is_refreshed,
@@ -51,9 +49,9 @@ from simulator.lowering.synchronisation import (
     scattering_collective,
     split_reduction,
     tied_shards,
-    whole_gradients_begin,
 )
 from simulator.lowering.tied_gradients import waiting_bytes
+from simulator.lowering.whole_gradients import bucket_buffer_bytes, flattened_bytes, whole_gradients_begin
 from simulator.memory.model_states import static_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.saved import is_private, needed_for_weights

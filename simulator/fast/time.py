@@ -39,6 +39,7 @@ from simulator.fast import (
     stage_times,
     step,
     ties,
+    whole_reductions,
 )
 from simulator.fast.arrays import (
     ADDED_S,
@@ -156,6 +157,7 @@ def _fill(
     stage_times,
     step,
     ties,
+    whole_reductions,
     breadth_first_time,
     host_time,
     interleaved_time,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulator.lowering.step import OPTIMIZER_STATE_BYTES
-from simulator.lowering.synchronisation import ParameterGroup, flattened_at_once, flattened_bytes, is_gathered
+from simulator.lowering.synchronisation import ParameterGroup, is_gathered
+from simulator.lowering.whole_gradients import flattened_at_once, flattened_bytes
 from simulator.plan import Plan
 
 if TYPE_CHECKING:

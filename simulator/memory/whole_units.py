@@ -10,13 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from hardware_models.runtime import Way
 from simulator.lowering.program import StageView
-from simulator.lowering.synchronisation import (
-    bucket_buffer_bytes,
-    num_buffers,
-    parameter_groups,
-    units_gathered_for,
-    whole_gradients_begin,
-)
+from simulator.lowering.synchronisation import parameter_groups, units_gathered_for
+from simulator.lowering.whole_gradients import bucket_buffer_bytes, num_buffers, whole_gradients_begin
 from simulator.memory.events import GATHERED, GRADIENTS, UNSHARDED, Pass
 
 Anew = Mapping[int, Sequence[int]]

@@ -16,7 +16,8 @@ from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
-from simulator.lowering.synchronisation import parameter_groups, whole_gradients_begin
+from simulator.lowering.synchronisation import parameter_groups
+from simulator.lowering.whole_gradients import whole_gradients_begin
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan

@@ -13,7 +13,8 @@ from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
 from simulator.lowering.epilogue import tied_groups
 from simulator.lowering.lower import stage_views
-from simulator.lowering.synchronisation import gradient_buckets, parameter_groups, whole_gradients_begin
+from simulator.lowering.synchronisation import gradient_buckets, parameter_groups
+from simulator.lowering.whole_gradients import whole_gradients_begin
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate_time_s
