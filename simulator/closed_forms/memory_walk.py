@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from simulator.closed_forms.operator_needs import passes_working_bytes, saved_bytes, segment_ends_bytes
+from simulator.closed_forms.operator_needs import (
+    ends_given_bytes,
+    passes_working_bytes,
+    saved_bytes,
+    segment_ends_bytes,
+)
 from simulator.closed_forms.whole_for_a_while import Whole
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
@@ -96,7 +101,8 @@ def walk(
         # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
         # (While a segment is computed again, the gradients of what its last operator makes are there already.)
-        given = cost.given_back_bytes if in_segment and ends else 0.0
+        made_here = segment_of.get(workload.producer.get(op.inputs[0], -1)) == segment
+        given = ends_given_bytes(index, cost, problem, made_here=made_here) if in_segment and ends else 0.0
         own = needed + whole.beside[index] - ends_gradients + given
         own += sum(each.num_bytes for each in tied if each.first <= index < each.last)
         highest, highest_first = max(highest, own, begins), max(highest_first, own + made_by_then[index], begins)

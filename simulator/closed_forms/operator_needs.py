@@ -40,6 +40,22 @@ def own_working_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple
     return cost.workspace_forward_bytes, max(before, at_product)
 
 
+def ends_given_bytes(index: int, cost: OperatorCost, problem: Problem, *, made_here: bool) -> float:
+    """Return what an operator that goes backward in place needs more where it ends a recomputed segment.
+
+    While the segment is made again, its first input is there beside the gradients that it was given, unless something
+    keeps that; and where the segment's ends are held (``Runtime.recompute_holds_ends``) it gives none back.
+
+    Args:
+        index, cost, problem: The operator.
+        made_here: The segment makes its first input.
+    """
+    if problem.runtime.recompute_holds_ends:
+        return cost.given_back_bytes
+    is_kept = problem.workload.operators[index].inputs[0] in dict(saved_tensors(problem.workload, index, cost))
+    return min(cost.input_bytes[0], cost.given_back_bytes) if made_here and not is_kept else 0.0
+
+
 def product_bytes(cost: OperatorCost, problem: Problem) -> float:
     """Return what an operator's weight gradients are made in."""
     return float(sum(cost.product_temporaries(problem.runtime.implementation.activation_bytes)))

@@ -185,7 +185,8 @@ def hold_activations(
         begun_bytes, num_changes = wait_for_earlier(
             shape, tables, plans, run_tables, stage, crossing.in_shards, run, start, begins_part, changes, num_changes
         )
-        if in_segment and ends == following:
+        made_here = shape.input_producers[shape.input_offsets[ends - 1]] >= segment_first
+        if in_segment and ends == following and (made_here or rules.holds_ends):
             given = sums[ends, END_GIVEN] - sums[ends - 1, END_GIVEN]
             num_changes = differ(changes, num_changes, ends - 1, given)
         if splits:

@@ -59,6 +59,10 @@ LINE = 4
 FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
 COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, REBUILT_S, RATES = range(5, 11)
 
+# Places in ``TimeTables.rows``, and what ``TimeTables.has_private`` adds up.
+COPIES_PART, OF_INPUTS = 2, 3
+PRIVATE, COPIED = 1, 2
+
 # Columns of ``TimeTables.channel_hosts_s``.
 CALL_S, LISTING_S, HOST_COLUMNS = range(3)
 
@@ -134,7 +138,8 @@ class TimeTables(NamedTuple):
         entering_s: float64[tables, inputs, 2]. What a segment which the input enters does not repeat: seconds, and
             what launching it takes.
         settling_s: float64[tables, T, 2]. Reducing a tensor that leaves the stage and nothing there reads, likewise.
-        has_private: int64[tables, N]. Whether the operator saves something of its own.
+        has_private: int64[tables, N]. PRIVATE where the operator saves something of its own, plus COPIED where it saves
+            a part that it copies of what a neighbour of the same strategy made.
         made, read, passed: int64[tables, T], [tables, readings], [tables, N]. Numbers of layouts: of tensors
             where they are made, where they are read, and in stages that begin with the operator and pass them on.
         in_shards: int64[tables, T]. Whether a tensor is made in shards of the sequence, and so crosses in such.
@@ -146,8 +151,9 @@ class TimeTables(NamedTuple):
         goes_on: Per channel, whether the next one belongs to it; the slowest rules.
         channel_hosts_s: float64[channels, HOST_COLUMNS]. What a call takes the host beside its launch, and listing a
             tensor of each rank for it.
-        rows: float64[., 2 + inputs, 2]. Operators between unlike neighbours: forward, backward, by input what a
-            segment does not repeat; seconds, and what launching them takes.
+        rows: float64[., OF_INPUTS + inputs, 2]. Operators between unlike neighbours: forward, backward, whether it
+            saves a part that it copies (first of a pair), by input what a segment does not repeat; seconds, and what
+            launching them takes.
         beyond_host_s: float64[tables, N, 4]. As ``stage_prices`` has it; [tables, 0, 4] if no host waits for gathers.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
         norms_s: Per set of placements, of the collective over them that the gradient norm needs.

@@ -111,6 +111,7 @@ def memory_rules(runtime: Runtime) -> MemoryRules:
         prefetches=runtime.holds_next("backward"),
         prefetches_forward=runtime.holds_next("forward"),
         apart=runtime.waiting_gradient_share is not None and not runtime.flattens_sharded,
+        holds_ends=runtime.recompute_holds_ends,
         bucket_bytes=flattened_at_once(float("inf"), runtime),
         waits=runtime.waiting_gradient_share is not None,
         waiting=runtime.waiting_gradient_share or 1.0,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.closed_forms.estimate_memory import refreshed_bytes
 from simulator.closed_forms.operator_needs import (
+    ends_given_bytes,
     never_given_back_bytes,
     own_working_bytes,
     product_bytes,
@@ -186,7 +187,7 @@ class Holdings:
             own_working=own_working_bytes(index, cost, problem),
             product=product_bytes(cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
-            given=cost.given_back_bytes,
+            given=ends_given_bytes(index, cost, problem, made_here=True),
             gathered=gathered,
             unsharded=unsharded,
             states=states,

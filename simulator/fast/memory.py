@@ -42,6 +42,7 @@ class MemoryRules(NamedTuple):
         keeps_shards: So is a tensor as it was made, beside what was gathered of it, though its producer saves none.
         prefetches, prefetches_forward: ZeRO-3 holds a unit and the next one, in backward and forward passes.
         apart: A unit is given back before its gradients are copied into what is scattered.
+        holds_ends: ``Runtime.recompute_holds_ends``.
         bucket_bytes: How much of flattened gradients is there at once.
         waits, waiting: Whether there is a ``Runtime.waiting_gradient_share``, and that, or 1.
     """
@@ -52,6 +53,7 @@ class MemoryRules(NamedTuple):
     prefetches: bool
     prefetches_forward: bool
     apart: bool
+    holds_ends: bool
     bucket_bytes: float
     waits: bool
     waiting: float

@@ -6,8 +6,11 @@ from simulator.compiled_cache import inlined
 from simulator.fast.arrays import (
     AGAIN_HOST_S,
     AGAIN_S,
+    COPIED,
+    COPIES_PART,
     FORWARD_HOST_S,
     FORWARD_S,
+    OF_INPUTS,
     Ints,
     PlanColumns,
     Structure,
@@ -58,7 +61,12 @@ def recomputed_s(
                     other += 1
                 while other > run and plans.run_stops[other - 1] >= tail:
                     other -= 1
-                if tables.has_private[run_tables[other], tail - 1] or shape.first_saver[tail - 1] < b:
+                own = tables.has_private[run_tables[other], tail - 1]
+                for near in range(num_unlike):
+                    if over_op[near] == tail - 1:
+                        copies = tables.rows[over_row[near], COPIES_PART, 0] > 0.0
+                        own = own % COPIED + (COPIED if copies else 0)
+                if own or shape.first_saver[tail - 1] < b:
                     break
                 tail -= 1
         other, place = run, a
@@ -90,8 +98,8 @@ def recomputed_s(
             for number in range(base, shape.input_offsets[index + 1]):
                 if shape.input_producers[number] < a:
                     if at < num_unlike and over_op[at] == index:
-                        seconds -= tables.rows[over_row[at], 2 + number - base, 0]
-                        host_s -= tables.rows[over_row[at], 2 + number - base, 1]
+                        seconds -= tables.rows[over_row[at], OF_INPUTS + number - base, 0]
+                        host_s -= tables.rows[over_row[at], OF_INPUTS + number - base, 1]
                     else:
                         seconds -= tables.entering_s[run_tables[other], number, 0]
                         host_s -= tables.entering_s[run_tables[other], number, 1]

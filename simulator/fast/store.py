@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.fast.arrays import FAMILY, HOST_COLUMNS, LINE, MAX_FAMILIES, STEP_COLUMNS, TIME_COLUMNS, TimeTables
+from simulator.fast.arrays import (
+    FAMILY,
+    HOST_COLUMNS,
+    LINE,
+    MAX_FAMILIES,
+    OF_INPUTS,
+    STEP_COLUMNS,
+    TIME_COLUMNS,
+    TimeTables,
+)
 from simulator.fast.layouts import Spent
 from simulator.fast.memory import MAXIMA, MEMORY_COLUMNS, NUM_STATES, MemoryTables
 from simulator.fast.step import step_rates
@@ -52,7 +61,7 @@ class Store:
             points=np.zeros((0, 2)),
             goes_on=none,
             channel_hosts_s=np.zeros((0, HOST_COLUMNS)),
-            rows=np.zeros((0, 2 + most_inputs, 2)),
+            rows=np.zeros((0, OF_INPUTS + most_inputs, 2)),
             beyond_host_s=np.zeros((0, count if builder.waits_for_gathers else 0, 4)),
             boundaries=np.zeros((0, 4)),
             norms_s=np.zeros(0),

@@ -33,6 +33,8 @@ from simulator.fast.arrays import (
     BACKWARD_HOST_S,
     BACKWARD_S,
     BUCKETS,
+    COPIED,
+    COPIES_PART,
     ELEMENTS,
     FAMILY,
     FORWARD_HOST_S,
@@ -42,7 +44,9 @@ from simulator.fast.arrays import (
     GATHER_S,
     LARGE,
     MAX_FAMILIES,
+    OF_INPUTS,
     PASSED_BYTES,
+    PRIVATE,
     ROOT_S,
     SHARDED,
     STEP_COLUMNS,
@@ -89,6 +93,7 @@ from simulator.fast.memory import (
 from simulator.fast.structure import Names
 from simulator.fidelity import Fidelity
 from simulator.lowering.program import ProgramBuilder, StageView
+from simulator.lowering.recompute import copies_saved_part
 from simulator.lowering.synchronisation import scatters
 from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
@@ -145,7 +150,8 @@ class TableBuilder:
         microbatch_size: int,
         entering: Iterable[int] = (),
     ) -> list[Spent]:
-        """Return what an operator takes forward and backward, and by input what a segment does not repeat.
+        """Return what an operator takes forward and backward, whether it is computed again in any case (first of a
+        pair), and by input what a segment does not repeat.
 
         Args:
             index: The operator.
@@ -159,7 +165,8 @@ class TableBuilder:
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
         parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
-        return [spent(view, items) for items in parts]
+        found = [spent(view, items) for items in parts]
+        return [*found[:2], (float(copies_saved_part(view, index)), 0.0), *found[2:]]
 
     # Whole tables
 
@@ -193,13 +200,13 @@ class TableBuilder:
                 rows[number] = self.row(index, strategies, devices, microbatch_size)
             except ValueError:  # Unsuited to it or to a neighbour; plans that combine the two are refused.
                 width = int(structure.input_offsets[index + 1] - structure.input_offsets[index])
-                rows[number] = [(0.0, 0.0)] * (2 + width)
+                rows[number] = [(0.0, 0.0)] * (OF_INPUTS + width)
         for index, number in enumerate(structure.classes.tolist()):
             row = rows[number]
             sums[index + 1, [FORWARD_S, FORWARD_HOST_S]] = row[0]
             sums[index + 1, [BACKWARD_S, BACKWARD_HOST_S]] = row[1]
-            if len(row) > 2:
-                entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[2:]
+            if len(row) > OF_INPUTS:
+                entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[OF_INPUTS:]
         resolved = [resolve(strategy, op) for op in workload.operators]
         families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
         family_of: dict[object, int] = {}
@@ -234,7 +241,8 @@ class TableBuilder:
             scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             sums[index + 1, [AGAIN_S, AGAIN_HOST_S]] = again[key]
-            has_private[index] = found.private > 0
+            copies, _ = rows[structure.classes[index]][COPIES_PART]
+            has_private[index] = PRIVATE * (found.private > 0) + COPIED * (copies > 0)
             maxima[[PRODUCT, LARGEST], index] = found.product, found.largest
             maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
             column = memory_sums[index + 1]

@@ -39,10 +39,15 @@ def recomputed_operators(view: StageView, start: int, stop: int) -> list[int]:
         needed |= {name for name, _ in saved_tensors(workload, index, cost) if name in inside or is_private(name)}
     while operators:
         op = workload.operators[operators[-1]]
-        saved = {ref for ref, _ in view.cost(operators[-1]).saved}
-        if any(f"input:{position}" in saved for position in view.sliced_inputs(operators[-1])):
-            break  # It copies a part, which nothing else makes.
+        if copies_saved_part(view, operators[-1]):
+            break  # Nothing else makes it.
         if any(name in needed for name in op.outputs) or any(name.startswith(f"{op.name}/") for name in needed):
             break
         operators.pop()
     return operators
+
+
+def copies_saved_part(view: StageView, index: int) -> bool:
+    """Return whether an operator saves a part that it copies of an input."""
+    saved = {ref for ref, _ in view.cost(index).saved}
+    return any(f"input:{position}" in saved for position in view.sliced_inputs(index))

@@ -20,7 +20,7 @@ from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
 from simulator.lowering.view import StageView
 from simulator.memory.program import StageMemory
-from simulator.plan import Plan
+from simulator.plan import Axis, Plan, Stage
 from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -200,3 +200,38 @@ def test_a_large_last_layer_is_there_twice_while_all_before_it_keep_theirs() -> 
     assert found.estimate(plan).peak_bytes == (peak,)
     (replayed,) = simulated_peaks(plan, found.problem)
     assert peak == pytest.approx(replayed, rel=1e-4)
+
+
+@pytest.mark.parametrize("stop", [34, 35, 36, 38])
+def test_an_operator_that_ends_a_segment_with_a_part_that_it_copies_is_computed_again(stop: int) -> None:
+    """Nothing else makes a part of a replicated tensor: torch's checkpointing, which stops early, goes so far."""
+    problem = small_problem("gpt", runtime="pytorch-fsdp2", cluster="a100-80g-dgx:1x2", global_batch=24)
+    count, replicated, split = len(problem.workload), (Axis("replicate", 2, 0),), (Axis("tensor", 2, 0),)
+    stage = Stage(
+        operators=((0, count),),
+        devices=(0, 1),
+        shardings=((2, split), (32, replicated), (count - 34, split)),
+        recompute=((2, stop),),
+    )
+    plan = validate(Plan(stages=(stage,), microbatch_size=4, num_microbatches=6, schedule="gpipe"), problem)
+    found = estimate(plan, problem)
+    fast = FastEstimator(problem).estimate(plan)
+    assert fast.iteration_time_s == pytest.approx(found.iteration_time_s, rel=1e-9)
+    assert fast.peak_bytes == found.peak_bytes
+
+
+@pytest.mark.parametrize("runtime", ["alpa", "megatron-lm-2021"])
+@pytest.mark.parametrize("segment", [("attention_score", "attention_softmax"), ("attention_softmax",) * 2])
+def test_gradients_of_a_fused_softmax_wait_while_the_segment_that_it_ends_is_computed_again(
+    segment: tuple[str, str], runtime: str
+) -> None:
+    """It goes backward in place; but before that its scores are made anew beside the gradient that it was given."""
+    found = estimator("llama", runtime)
+    problem = found.problem
+    places = {role: [i for i, op in enumerate(problem.workload.operators) if op.role == role] for role in segment}
+    segments = tuple((first, last + 1) for first, last in zip(*(places[role] for role in segment), strict=True))
+    whole = uniform_plan(problem, microbatch=2)
+    plan = replace(whole, stages=(replace(whole.stages[0], recompute=segments),))
+    (simulated,) = simulated_peaks(plan, problem)
+    peaks = estimate(plan, problem).peak_bytes
+    assert peaks == found.estimate(plan).peak_bytes == (pytest.approx(simulated, rel=3e-4),)
