@@ -57,8 +57,8 @@ class Runtime:
         sharded_gradient_copies: How often ZeRO-3, and what fills a bucket (``fills_bucket``), goes over whole gradients
             before it scatters them: to write them into one tensor, to divide them.
         parameter_calls_above: ZeRO-3 gathers and scatters each parameter by a call of its own, with the latency and the
-            host's time of one; those of at most so many elements stay whole and take none to gather, but are put
-            together of every rank's part behind the step. None where a call is for a layer.
+            host's time of one; those of at most so many elements stay whole in a microbatch and take none to gather
+            there, but are put together of every rank's part once for each. None where a call is for a layer.
         host_seconds_per_list_entry: What such a call costs the host for each rank, where it is given a tensor of each,
             and what the copy of such a part does.
         reduces_by_unit: Gradients that ZeRO-3 does not shard are reduced by units too, each when the backward pass is

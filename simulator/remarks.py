@@ -13,7 +13,7 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
     if not runtime.has_sequence_parallelism and is_sequence_parallel(plan):
         found.append(
             f"{runtime.name} has no sequence parallelism, which the plan has: it is simulated as if it had, and no run "
-            "is like that; megatron-lm-2022 and later have it"
+            "is like that; take a runtime whose has_sequence_parallelism is true"
         )
     return (*found, *problem.hardware.left_out)
 

@@ -106,8 +106,9 @@ CHECKS = (
 
 
 class Total(NamedTuple):
-    """All calls of one kind in groups of one size: how many of at least `LARGE_BYTES`, and the bytes of all."""
+    """All calls of one kind in groups of one size: how many, how many of at least `LARGE_BYTES`, and their bytes."""
 
+    num_calls: int
     num_large: int
     num_bytes: int
 
@@ -133,15 +134,16 @@ class Sent:
     @property
     def other_bytes(self) -> list[tuple[str, int]]:
         """Kinds and groups whose bytes differ by more than `SLACK_BYTES`."""
-        return [key for key, (_, mine), (_, theirs) in self._pairs() if abs(mine - theirs) > SLACK_BYTES]
+        pairs = self._pairs()
+        return [key for key, mine, theirs in pairs if abs(mine.num_bytes - theirs.num_bytes) > SLACK_BYTES]
 
     @property
     def other_numbers(self) -> list[tuple[str, int]]:
         """Kinds and groups that differ in the number of large calls."""
-        return [key for key, (mine, _), (theirs, _) in self._pairs() if mine != theirs]
+        return [key for key, mine, theirs in self._pairs() if mine.num_large != theirs.num_large]
 
     def _pairs(self) -> list[tuple[tuple[str, int], Total, Total]]:
-        none = Total(0, 0)
+        none = Total(0, 0, 0)
         keys = sorted({*self.predicted, *self.traced})
         return [(key, self.predicted.get(key, none), self.traced.get(key, none)) for key in keys]
 
@@ -165,9 +167,9 @@ def compare(of: Check) -> tuple[list[Compared], list[Sent]]:
 def _totals(calls: Counter[Call]) -> Totals:
     found: dict[tuple[str, int], Total] = {}
     for (kind, num_ranks, num_bytes), number in calls.items():
-        num_large, so_far = found.get((kind, num_ranks), Total(0, 0))
+        num_calls, num_large, so_far = found.get((kind, num_ranks), Total(0, 0, 0))
         num_large += number if num_bytes >= LARGE_BYTES else 0
-        found[kind, num_ranks] = Total(num_large, so_far + number * num_bytes)
+        found[kind, num_ranks] = Total(num_calls + number, num_large, so_far + number * num_bytes)
     return found
 
 
@@ -177,17 +179,21 @@ def main() -> None:
     parser.parse_args()
     rows: list[Compared] = []
     sent: list[Sent] = []
-    for one in track(CHECKS, "plans", console=Console(stderr=True)):
-        held, calls = compare(one)
-        rows += held
-        sent += calls
+    try:
+        for one in track(CHECKS, "plans", console=Console(stderr=True)):
+            held, calls = compare(one)
+            rows += held
+            sent += calls
+    except ImportError as error:  # Megatron-Core is not there; the message says how to get it.
+        parser.error(str(error))
     print(table(rows))
     print(closing_words(rows))
-    total = sum(num_bytes for each in sent for _, num_bytes in each.traced.values())
-    print(f"sent: {total / 2**30:,.0f} GiB in all")
+    total = sum(num_bytes for each in sent for _, _, num_bytes in each.traced.values())
+    num_calls = sum(count for each in sent for count, _, _ in each.traced.values())
+    print(f"sent: {num_calls:,} calls, {total / 2**30:,.0f} GiB in all")
     for each in sent:
-        for kind, num_ranks in each.other_bytes or each.other_numbers:
-            mine, theirs = (side.get((kind, num_ranks), Total(0, 0)) for side in (each.predicted, each.traced))
+        for kind, num_ranks in sorted({*each.other_bytes, *each.other_numbers}):
+            mine, theirs = (side.get((kind, num_ranks), Total(0, 0, 0)) for side in (each.predicted, each.traced))
             of = f"{each.check}, device {each.device}: {kind} among {num_ranks}"
             print(f"{of}: {_words(mine)}, traced {_words(theirs)}")
 

@@ -336,7 +336,7 @@ def table(rows: list[Compared]) -> str:
 
 def closing_words(rows: list[Compared]) -> str:
     """Return how far rows are off together: live bytes, then reserved ones."""
-    plans = counted(len({str(row.check) for row in rows}), "plan")
+    plans = counted(len({id(row.check) for row in rows}), "plan")
 
     def words(errors: list[float], places: int) -> str:
         worst = max(range(len(rows)), key=lambda number: abs(errors[number]))
@@ -364,7 +364,10 @@ def main() -> None:
         parser.error(f"--random draws plans of the executor; leave it or {other} out")
     drawn = list(islice(random_checks(Random(given.seed)), given.random))
     checks = drawn or (WRAPPED if given.wrapped else OF_DEEPSPEED if given.deepspeed else CHECKS)
-    rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
+    try:
+        rows = [row for check in track(checks, "plans", console=Console(stderr=True)) for row in compare(check)]
+    except ImportError as error:  # What is checked is not there; the message says how to get it.
+        parser.error(str(error))
     print(table(rows))
     print(closing_words(rows))
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from searchers.alpa.intra_op import IntraOp, IntraOpOptions
+from searchers.alpa.layer_needs import LayerNeeds, stage_working_bytes
 from searchers.alpa.meshes import LogicalMesh
-from searchers.alpa.stage_costs import LayerNeeds, Room, Solver, Spans, StageCosts, StageSolver
+from searchers.alpa.stage_costs import Room, Solver, Spans, StageCosts, StageSolver
 from simulator.costs import CostTables
 from simulator.plan import Sharding
 
@@ -204,13 +205,14 @@ class CostModelOracle(Oracle):
         elements = float(table.elements[first, last]) - twice
         sharded = float(table.sharded_elements[first, last]) - sharded_twice
         per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
-        waiting = twice * self.costs.problem.runtime.tied_gradient_bytes if self.zero < 2 else 0.0
+        each_bytes = self.costs.problem.runtime.tied_gradient_bytes if self.zero < 2 else 0
+        tied = self.solver(mesh).waiting_elements(first, last) if twice and each_bytes else []
         return StageCost(
             float(table.seconds[first, last]),
             elements * per_element + sharded * per_sharded,
             float(kept[first, last]),
             received + sent,
-            max(each.working_bytes for each in needs) + waiting,
+            stage_working_bytes(needs, [(begun, end, count * each_bytes) for begun, end, count in tied]),
             (sharded if self.zero else elements) * self.costs.problem.runtime.optimizer_workspace_bytes,
         )
 

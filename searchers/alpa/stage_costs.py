@@ -7,7 +7,7 @@ enter the layer to those that leave it. Joining such tables in turn gives every 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from searchers.alpa.elimination import Trail, eliminate, follow
-from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, saved_first
+from searchers.alpa.intra_op import ATTRIBUTES, IntraOp
+from searchers.alpa.layer_needs import LayerNeeds, layer_needs
 from searchers.alpa.milp import solve_milp
 from searchers.alpa.pareto import solve_within
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph, join, minimised
-from searchers.layer_memory import LayerWalk
 from simulator.plan import Sharding
 
 Spans = tuple[tuple[int, int], ...]
@@ -72,56 +72,6 @@ class StageCosts:
     sharded_elements: Array
     saved_bytes: Array
     remaining_bytes: Array
-
-
-class LayerNeeds(NamedTuple):
-    """What a layer takes of its stage's memory besides what operators keep, in bytes.
-
-    Attributes:
-        working_bytes: Alive at most while its backward pass runs, what operators never give back included.
-        received_bytes: Held per microbatch in flight by a stage that begins here: what earlier stages sent.
-        sent_bytes: The same by one that ends here, of what it sends on.
-    """
-
-    working_bytes: float
-    received_bytes: float
-    sent_bytes: float
-
-
-def layer_needs(
-    problem: IntraOp, shardings: Mapping[int, Sharding], before: int, again: tuple[int, int] | None
-) -> LayerNeeds:
-    """Return what a layer takes besides what its stage keeps of it.
-
-    A stage keeps what operators are the first to keep (``saved_bytes``); where layers are recomputed, what leaves them
-    and tokens or images (``remaining_bytes``). See `layer_walk` for arguments.
-    """
-    walk = layer_walk(problem, shardings, before, again)
-    found, received = walk.memory(), walk.received()
-    if again:
-        working = found.again_peak_bytes - found.checkpointed_bytes
-        return LayerNeeds(working + found.buffer_bytes, sum(received.values()), 0.0)
-    counted = {name for index in shardings for name in saved_first(problem.costs).get(index, ())}
-    return LayerNeeds(
-        found.peak_bytes - found.saved_bytes + found.buffer_bytes,
-        sum(size for name, size in received.items() if name not in counted),
-        found.unkept_output_bytes if problem.costs.problem.runtime.keeps_stage_outputs else 0.0,
-    )
-
-
-def layer_walk(
-    problem: IntraOp, shardings: Mapping[int, Sharding], before: int, again: tuple[int, int] | None
-) -> LayerWalk:
-    """Return the walk over a layer that is sharded so.
-
-    Args:
-        problem: The intra-operator problem.
-        shardings: Of each operator of the layer.
-        before: First operator of the layer before it.
-        again: Operators ``[start, stop)`` of it that are recomputed, None if it is not.
-    """
-    span = min(shardings), max(shardings) + 1
-    return LayerWalk(problem.costs, span, again or span, before, lambda index: problem.cost(index, shardings[index]))
 
 
 class StageSolver:
@@ -208,6 +158,23 @@ class StageSolver:
                     sharded += divided if layout in seen else 0.0
                     seen.add(layout)
         return whole, sharded
+
+    def waiting_elements(self, first: int, last: int) -> list[tuple[int, int, float]]:
+        """Return, for weights that layers of an interval share and lay out alike, the first and last, and elements.
+
+        Layers are counted from the first of the interval. See `shared_elements`.
+        """
+        start, stop = self.spans[first][0], self.spans[last][1]
+        users = [index for index in self._sharing if start <= index < stop]
+        found: dict[Hashable, tuple[int, int, float]] = {}
+        if len(users) > 1:
+            chosen = self.assignment(first, last)
+            layer_of = [place for place, (a, b) in enumerate(self.spans[first : last + 1]) for _ in range(a, b)]
+            for index in users:
+                for layout, elements, _ in self.problem.tied_layouts(index, chosen[index - start]):
+                    begun, *_ = found.get(layout, (layer_of[index - start],))
+                    found[layout] = begun, layer_of[index - start], elements
+        return [each for each in found.values() if each[0] < each[1]]
 
     def assignment(
         self, first: int, last: int, solver: Solver = "elimination", room: Room | None = None

@@ -184,15 +184,18 @@ class Estimator:
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
 
-    def waiting_bytes(self, holder: Layer, ties: Collection[str], strategy: Strategy) -> float:
+    def waiting_bytes(
+        self, holder: Layer, ties: Collection[str], strategy: Strategy, *, accumulates: bool
+    ) -> float:
         """Return bytes of tied gradients that wait for a layer's, while others of their stage go backward.
 
         Args:
             holder: The layer.
             ties: Of its parameters, those that a later layer of the stage made gradients of.
-            strategy: Of the layer; what is sharded is whole in any case.
+            strategy: Of the layer.
+            accumulates: More than one microbatch; else what is sharded is scattered, and whole for as long anyway.
         """
-        if not ties or strategy.sharded > 1 or self.released:
+        if not ties or (strategy.sharded > 1 and not accumulates) or self.released:
             return 0.0
         try:
             parameters = self.profiles.parameters(holder.kind, strategy.tensor)

@@ -90,11 +90,13 @@ class LayerTables:
                         kept[number, place] += held * found.received_bytes
                     if sends and number == len(groups) - 1 and not released:
                         kept[number, place] += held * found.sent_bytes
-                    own = self.estimator.waiting_bytes(group[0], own_ties[number], self.strategies[place])
+                    own = self.estimator.waiting_bytes(
+                        group[0], own_ties[number], self.strategies[place], accumulates=several
+                    )
                     most = max(found.backward_bytes, found.early_bytes + own) if own else found.backward_bytes
                     backward[number, place] = most * (held if released else 1)
                     backward[number, place] += sum(
-                        self.estimator.waiting_bytes(holder, shared, self.strategies[place])
+                        self.estimator.waiting_bytes(holder, shared, self.strategies[place], accumulates=several)
                         for holder, shared in waits[number]
                     )
                     forward[number, place] = 0.0 if released else size * found.forward_bytes
@@ -132,7 +134,9 @@ class LayerTables:
                     before = held.get((tie, layout), number)
                     held[tie, layout] = number
                     for place in range(before, number):
-                        waiting[place] += self.estimator.waiting_bytes(layers[before], [tie], chosen[before])
+                        waiting[place] += self.estimator.waiting_bytes(
+                            layers[before], [tie], chosen[before], accumulates=accumulates
+                        )
             cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
             if cost is None:
                 return None
@@ -141,7 +145,8 @@ class LayerTables:
         if any(waiting):
             for number, (layer, strategy) in enumerate(zip(layers, chosen, strict=True)):
                 last = [tie for (tie, _), at in held.items() if at == number and tie in shared[number]]
-                early_bytes = costs[number].early_bytes + self.estimator.waiting_bytes(layer, last, strategy)
+                own_bytes = self.estimator.waiting_bytes(layer, last, strategy, accumulates=accumulates)
+                early_bytes = costs[number].early_bytes + own_bytes
                 most = max(costs[number].backward_bytes, early_bytes) if last else costs[number].backward_bytes
                 costs[number] = replace(costs[number], backward_bytes=most + waiting[number])
         return costs

@@ -20,7 +20,7 @@ from simulator.closed_forms.whole_for_a_while import Whole
 from simulator.lowering.crossing import made_in_shards
 from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import StageView
-from simulator.lowering.tied_gradients import tied_gradients
+from simulator.memory.tied_gradients import tied_gradients
 from simulator.plan import Sharding
 from simulator.saved import is_private, saved_tensors
 

@@ -163,7 +163,8 @@ def tied_s(costs: CostTables, views: Sequence[StageView]) -> float:
 def rebuilt_s(view: StageView) -> float:
     """Return the seconds of putting together what is kept whole of ranks' parts, behind the step."""
     num_rebuilt = step_work(view).num_rebuilt
-    return max(rebuilding_s(view.costs, gpu_type, num_rebuilt) for gpu_type in view.gpu_types)
+    count = view.plan.num_microbatches
+    return max(rebuilding_s(view.costs, gpu_type, num_rebuilt, count) for gpu_type in view.gpu_types)
 
 
 def stage_step_s(view: StageView, ahead_s: float, norm_s: float) -> tuple[float, float]:

@@ -204,7 +204,7 @@ def hold_activations(
             highest = max(highest, joining)
             highest_first = max(highest_first, joining + held[ANEW_BYTES] - unmade)
         num_changes = wait_for_ties(
-            shape, tables, plans, run_tables, stage, start, ends, changes, num_changes
+            shape, tables, plans, run_tables, stage, sharded, start, ends, changes, num_changes
         )
         peak_kind = AGAIN_PEAK if in_segment else KEPT_PEAK
         if parted:

@@ -51,9 +51,9 @@ from simulator.lowering.synchronisation import (
     split_reduction,
     tied_shards,
 )
-from simulator.lowering.tied_gradients import waiting_bytes
 from simulator.lowering.whole_gradients import bucket_buffer_bytes, flattened_bytes, whole_gradients_begin
 from simulator.memory.model_states import static_bytes
+from simulator.memory.tied_gradients import waiting_bytes
 from simulator.plan import Plan, Sharding, Stage, resolve, run_lengths
 from simulator.saved import is_private, needed_for_weights
 
@@ -162,7 +162,8 @@ class Holdings:
             largest = max(largest, own_states.pop())
             to_gather, to_scatter = _zero_bytes(view, group)
             gathered, unsharded = gathered + to_gather, unsharded + to_scatter
-            own_states += (to_gather, to_scatter, waiting_bytes(view, group)) if group.tie is not None else (0.0,) * 3
+            waits = [waiting_bytes(group, problem.runtime, scatters=scatters) for scatters in (False, True)]
+            own_states += (to_gather, to_scatter, *waits) if group.tie is not None else (0.0,) * 4
             own_work = work_of([group], problem.runtime)
             if group.tie is None:
                 states += own_states

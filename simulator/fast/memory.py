@@ -16,7 +16,7 @@ from simulator.fast.arrays import Floats, Ints
 # tensor, of gradients made anew shards, and what gradients are flattened into.
 KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, END_GIVEN, STATES = range(10)
 STAYS, ANEW, STEP, REFRESHED, LATE, FLATTENED = 2, 3, 5, 6, 7, 8
-TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 9, 10, 11, 12
+TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 9, 10, 11, 13
 MEMORY_COLUMNS = STATES + NUM_STATES
 
 # Columns of ``MemoryTables.saved_bytes`` and rows of ``MemoryTables.maxima``.
@@ -101,7 +101,7 @@ class MemoryTables(NamedTuple):
             of buffers that are never given back, and of those that a backward pass fills with gradients. Row k covers
             2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, what ZeRO gathers and scatters, and
-            gradients that wait for others of the same weight.
+            gradients that wait for others of the same weight, by whether gradients are sharded.
         tied_layouts: int64[tables, O].
         capacity_bytes: float64[placements].
     """

@@ -219,7 +219,7 @@ def add_step(
                 pass_s = max(pass_s, rates[FLOOR_S], rates[PASS_START_S] + work[0] * rates[PASS_S_PER_BYTE])
                 update_s = max(update_s, work[1] * rates[UPDATE_S_PER_BYTE])
                 launch_s = max(launch_s, rates[LAUNCH_S])
-                rebuilt_s = max(rebuilt_s, work[4] * rates[REBUILT_S])
+                rebuilt_s = max(rebuilt_s, plans.num_microbatches[plan] * work[4] * rates[REBUILT_S])
         num_kernels = _num_launches(rules.launches, work[3], work[1])
         waits = rules.waits and norm_s > 0
         ahead_s, reduced_s = launched_s[stage, AHEAD], once_s[REDUCED, stage]

@@ -70,6 +70,7 @@ def wait_for_ties(
     plans: PlanColumns,
     run_tables: Ints,
     stage: StageRuns,
+    sharded: bool,
     start: int,
     ends: int,
     changes: Changes,
@@ -80,6 +81,7 @@ def wait_for_ties(
     Args:
         shape, tables, plans, run_tables: See ``peaks.estimate_peaks``.
         stage: The stage.
+        sharded: Gradients are, in each pass.
         start, ends: The piece's operators.
         changes, count: How the piece differs from its table; added to.
     """
@@ -107,7 +109,7 @@ def wait_for_ties(
                 if tables.tied_layouts[run_tables[run], behind] == layout:
                     last = shape.tied[behind]
         if last > max(index, start):
-            num_bytes = tables.tied_bytes[run_tables[first_run], place, TIED_WAITING]
+            num_bytes = tables.tied_bytes[run_tables[first_run], place, TIED_WAITING + sharded]
             count = differ(changes, count, max(index, start), num_bytes)
             count = differ(changes, count, last, -num_bytes)
     return count

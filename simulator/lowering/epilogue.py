@@ -228,7 +228,8 @@ class EpilogueBuilder:
         """Put together what is kept whole, part by part."""
         num_rebuilt = step_work(placement.view).num_rebuilt
         for c in placement.classes if num_rebuilt and self.fidelity.host else ():
-            seconds = rebuilding_s(placement.view.costs, placement.gpu_type[c], num_rebuilt)
+            view, gpu_type = placement.view, placement.gpu_type[c]
+            seconds = rebuilding_s(view.costs, gpu_type, num_rebuilt, view.plan.num_microbatches)
             self._compute(c, "parameter gather", placement.view.position, seconds)
 
     def _optimizer(self, placement: StagePlacement) -> None:

@@ -72,13 +72,17 @@ def work_of(groups: Iterable[ParameterGroup], runtime: Runtime) -> StepWork:
         # A flat tensor stands at its first parameter.
         num_stepped += group.leads_unit or not (runtime.flattens_sharded and is_gathered(group))
         if largest_kept is not None and is_gathered(group) and group.num_elements <= largest_kept:
-            num_rebuilt += group.num_shards
+            num_rebuilt += ceil(group.num_elements / ceil(group.num_elements / group.num_shards))
     return StepWork(passed_bytes, elements * _touched_bytes(runtime), num_tensors, num_stepped, num_rebuilt)
 
 
-def rebuilding_s(costs: CostTables, gpu_type: str, num_rebuilt: int) -> float:
-    """Return how long a host copies parts of ranks, which the device waits for."""
-    return num_rebuilt * costs.entry_s(gpu_type)
+def rebuilding_s(costs: CostTables, gpu_type: str, num_rebuilt: int, num_microbatches: int) -> float:
+    """Return how long a host puts parts of ranks together in an iteration, which the device waits for.
+
+    Behind each backward pass what stays whole is given back too (``_partition_all_parameters``): the step gathers it,
+    and the forward pass of each later microbatch, by a call for each parameter. All of it counts behind the step.
+    """
+    return num_microbatches * num_rebuilt * costs.entry_s(gpu_type)
 
 
 def _touched_bytes(runtime: Runtime) -> float:

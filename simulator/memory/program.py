@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 
 from simulator.lowering.program import StageView
 from simulator.lowering.recompute import recomputed_operators
-from simulator.lowering.tied_gradients import tied_gradients
 from simulator.memory.events import (
     GATHERED_INPUT,
     GRADIENT,
@@ -27,6 +26,7 @@ from simulator.memory.events import (
     Pass,
 )
 from simulator.memory.lifetimes import Lifetimes, instance
+from simulator.memory.tied_gradients import tied_gradients
 from simulator.memory.whole_units import Anew, WholeUnits
 from simulator.operator_cost import OperatorCost
 from simulator.saved import ends_at_parting, is_private

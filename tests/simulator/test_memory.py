@@ -196,7 +196,7 @@ def test_parameters_that_stay_gathered_lie_beside_their_shards_in_the_type_they_
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_stays_gathered_is_given_back_by_the_last_backward_pass(runtime: str, pp: int) -> None:
-    """Nothing of it is there in the optimizer step; two bytes a parameter are when that pass begins, and no sooner."""
+    """Nothing of it is there in the optimizer step, and each unit was gathered once."""
     problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=12 // pp)
     plan = uniform_plan(problem, dp=4 // pp, pp=pp, zero=3, microbatch=1, recompute="full")
     stays = replace(plan, reshard_after_forward=False)

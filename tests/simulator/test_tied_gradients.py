@@ -62,6 +62,8 @@ def test_stages_of_their_own_and_weights_of_their_own_wait_for_none() -> None:
 def test_what_zero_scatters_is_whole_for_as_long_anyway() -> None:
     assert more_bytes(microbatch=4, dp=2, zero=3) == [0]
     assert more_bytes(microbatch=4, dp=2, zero=1) == [embedding_bytes(problem(), 2)]
+    # Reduced with the last microbatch alone nothing is scattered in a pass.
+    assert more_bytes(microbatch=2, dp=2, zero=3, gradient_reduction="last") == [embedding_bytes(problem(), 2)]
 
 
 def test_under_autocast_it_has_been_cast_back() -> None:

@@ -165,6 +165,8 @@ def extensions() -> Iterator[None]:
         try:
             import_module("megatron.core")
         except ModuleNotFoundError as error:
+            if error.name not in ("megatron", "megatron.core"):
+                raise
             hint = "Megatron-Core must be installed for this check: pip install 'windtunnel[megatron]'"
             raise ModuleNotFoundError(hint) from error
         yield

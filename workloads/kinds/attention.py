@@ -221,14 +221,14 @@ class Softmax(ByHead):
     def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
         choice = local.implementation
         given = MemoryStep(GRADIENTS, gives=True)
-        if self._is_fused(local):
-            return (given, MemoryStep(RESULTS)) if phase == BACKWARD_INPUT else super().memory_steps(phase, local)
-        if choice.elementary or choice.keeps_scores:
+        if self._is_fused(local) and phase == BACKWARD_INPUT and not choice.holds_operands:
+            return given, MemoryStep(RESULTS)
+        if self._is_fused(local) or choice.elementary or choice.keeps_scores:
             return super().memory_steps(phase, local)
         narrow, wide = (local.outputs[0], "activation"), (local.outputs[0], "fp32")
         is_high = local.element_bytes == DTYPE_BYTES["fp32"]
         if not choice.adds_mask:
-            if phase == FORWARD or is_high:
+            if phase == FORWARD or is_high or choice.holds_operands:
                 return super().memory_steps(phase, local)
             back = [MemoryStep("unscaled", wide), MemoryStep("product", wide), MemoryStep("product", gives=True)]
             chain = [MemoryStep("cast", wide), given, *back, MemoryStep("cast", gives=True)]

@@ -9,9 +9,9 @@ from itertools import product
 from math import isfinite
 
 from searchers.alpa.intra_op import ATTRIBUTES, IntraOp, IntraOpOptions
+from searchers.alpa.layer_needs import LayerNeeds, layer_needs, layer_walk, stage_working_bytes
 from searchers.alpa.meshes import LogicalMesh, Submesh
 from searchers.alpa.oracle import StageCost
-from searchers.alpa.stage_costs import LayerNeeds, layer_needs, layer_walk
 from searchers.base import Searcher
 from searchers.registry import searcher_named
 from simulator.costs import cost_tables
@@ -167,12 +167,13 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         elements += own_costs["elements"]
         kept_bytes += own_costs["remaining_bytes" if again else "saved_bytes"]
     seen: set[Hashable] = set()
-    waiting = 0.0
-    for index in operators:
+    places = {layer: place for place, layer in enumerate(dict.fromkeys(layer_of))}
+    waiting: dict[Hashable, tuple[int, int, float]] = {}
+    for index, layer in zip(operators, layer_of, strict=True):
         for layout, shared, _ in intra.tied_layouts(index, shardings[index]):
-            if layout in seen:
-                elements -= shared
-                waiting += shared * problem.runtime.tied_gradient_bytes
+            elements -= shared if layout in seen else 0.0
+            begun, *_ = waiting.get(layout, (places[layer],))
+            waiting[layout] = begun, places[layer], shared * problem.runtime.tied_gradient_bytes
             seen.add(layout)
     per_element, _ = intra.state_bytes_per_element(sharded=False)
     needs, added = zip(*_layers_needs(intra, shardings, layer_of, again), strict=True)
@@ -183,7 +184,7 @@ def _alpa_stage(stage: Stage, plan: Plan, problem: Problem) -> StageCost:
         elements * per_element,
         kept_bytes + sum(added),
         received + sent,
-        max(each.working_bytes for each in needs) + waiting,
+        stage_working_bytes(needs, [each for each in waiting.values() if each[0] < each[1]]),
         elements * problem.runtime.optimizer_workspace_bytes,
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hardware_models.runtime import Runtime
 from simulator.lowering.program import StageView
 from simulator.lowering.synchronisation import ParameterGroup, parameter_groups
+from simulator.memory.model_states import reduces_in_backward
 
 
 class TiedGradient(NamedTuple):
@@ -23,17 +25,22 @@ class TiedGradient(NamedTuple):
 
 def tied_gradients(view: StageView) -> list[TiedGradient]:
     """Return the gradients of a stage that wait for others of the same weight (``Runtime.tied_gradients_wait``)."""
+    runtime, scatters = view.costs.problem.runtime, reduces_in_backward(view.plan)
+    sized = ((group, waiting_bytes(group, runtime, scatters=scatters)) for group in parameter_groups(view))
     return [
-        TiedGradient(group.users[0], group.users[-1], waiting_bytes(view, group))
-        for group in parameter_groups(view)
-        if len(group.users) > 1 and waiting_bytes(view, group)
+        TiedGradient(group.users[0], group.users[-1], num_bytes)
+        for group, num_bytes in sized
+        if len(group.users) > 1 and num_bytes
     ]
 
 
-def waiting_bytes(view: StageView, group: ParameterGroup) -> int:
+def waiting_bytes(group: ParameterGroup, runtime: Runtime, *, scatters: bool) -> int:
     """Return the bytes of such a gradient, should others of its weight come later.
 
-    What ZeRO scatters in each pass is whole for as long, and counted there.
+    Args:
+        group: The weight.
+        runtime: Says whether gradients wait, and in what type.
+        scatters: ZeRO-2 and 3 scatter gradients in each pass: these are whole for as long, and counted there.
     """
-    waits = group.tie is not None and group.zero < 2
-    return group.num_elements * view.costs.problem.runtime.tied_gradient_bytes if waits else 0
+    waits = group.tie is not None and not (scatters and group.zero >= 2)
+    return group.num_elements * runtime.tied_gradient_bytes if waits else 0
