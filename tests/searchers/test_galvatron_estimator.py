@@ -297,3 +297,33 @@ def test_a_stage_of_later_decoder_layers_holds_the_encoders_output(runtime: str)
     assert found is not None
     expected = estimate(to_plan(found, problem), problem).peak_bytes
     assert [stage.peak_bytes for stage in found.stages] == pytest.approx(expected, rel=0.004)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "layers"),
+    [
+        ("gpt3-1.3b", {"tp": 2, "dp": 2, "microbatch": 4}, 4),
+        ("gpt3-1.3b", {"dp": 4, "microbatch": 1}, 4),
+        ("t5-770m", {"tp": 4, "microbatch": 4}, 2),
+        ("t5-770m", {"pp": 2, "dp": 2, "microbatch": 2}, 2),
+    ],
+    ids=str,
+)
+def test_a_tied_gradient_waits_in_the_estimator_as_long_as_in_the_simulator(
+    model: str, words: dict[str, int], layers: int
+) -> None:
+    """By stage, what the wait adds to the peak: the embedding's gradient, or less where another moment rules."""
+    grown = []
+    for waits in (False, True):
+        problem = problem_of(model, ("a100-80g-dgx:1x4", "megatron-lm-2021"), 16)
+        short = build_workload(model, attention=problem.runtime.attention, overrides={"layers": layers})
+        problem = replace(problem, workload=short, runtime=replace(problem.runtime, tied_gradients_wait=waits))
+        plan = uniform_plan(problem, recompute="full", **words)  # type: ignore[arg-type]
+        found = assess(plan, problem)
+        assert found is not None
+        expected = estimate(plan, problem).peak_bytes
+        assert [stage.peak_bytes for stage in found.stages] == pytest.approx(expected, rel=0.004)
+        grown.append([stage.peak_bytes for stage in found.stages])
+    before, after = grown
+    assert all(b >= a for a, b in zip(before, after, strict=True))
+    assert after[0] > before[0] or words.get("pp", 1) > 1

@@ -198,7 +198,6 @@ def test_the_fast_estimate_refuses_measured_collectives_that_a_host_delays() -> 
     assert estimate(plan, slower).iteration_time_s > estimate(plan, behind).iteration_time_s + 0.9
 
 
-
 def unlike_hosts(runtime: str, **changes: object) -> Problem:
     """Return a problem on a V100 whose host takes three times as long as that of eight A100 beside it."""
     problem = small_problem("gpt", cluster="v100-32g-dgx1:1x1+a100-80g-dgx:1x8", runtime=runtime, global_batch=16)
