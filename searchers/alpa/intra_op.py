@@ -239,16 +239,20 @@ class IntraOp:
         remaining += sum(cost.output_bytes) if leaves_layer else 0.0
         return objective, [seconds, sync, whole, sharded, float(saved), float(remaining)]
 
+    @property
+    def scatters_gradients(self) -> bool:
+        """Whether ZeRO scatters gradients in each backward pass; else they add up whole, and go with the last."""
+        runtime = self.costs.problem.runtime
+        return runtime.reduce_gradients == "every" or (self.num_microbatches == 1 and runtime.overlap_gradient_sync)
+
     def state_bytes_per_element(self, *, sharded: bool) -> tuple[float, float]:
         """Return bytes of model states per element, and per element that is divided over the batch axes."""
         runtime = self.costs.problem.runtime
         if not sharded:
             return float(runtime.state_bytes_per_parameter), 0.0
-        # Gradients that are reduced behind the backward pass, or with the last microbatch only, add up whole.
-        at_once = self.num_microbatches == 1 and runtime.overlap_gradient_sync
-        kept_whole = runtime.reduce_gradients == "last" and not at_once
-        whole = runtime.parameter_bytes + (runtime.gradient_bytes if kept_whole else 0)
-        return float(whole), float(runtime.optimizer_bytes + (0 if kept_whole else runtime.gradient_bytes))
+        divided = self.scatters_gradients
+        whole = runtime.parameter_bytes + (0 if divided else runtime.gradient_bytes)
+        return float(whole), float(runtime.optimizer_bytes + (runtime.gradient_bytes if divided else 0))
 
     def tied_layouts(self, index: int, sharding: Sharding) -> Iterator[tuple[Hashable, float, float]]:
         """Yield tie and layout of an operator's shared weights, their elements, and those divided over batch axes.

@@ -204,9 +204,11 @@ class CostModelOracle(Oracle):
         twice, sharded_twice = self._shared[interval]
         elements = float(table.elements[first, last]) - twice
         sharded = float(table.sharded_elements[first, last]) - sharded_twice
-        per_element, per_sharded = self.solver(mesh).problem.state_bytes_per_element(sharded=self.zero > 0)
-        each_bytes = self.costs.problem.runtime.tied_gradient_bytes if self.zero < 2 else 0
-        tied = self.solver(mesh).waiting_elements(first, last) if twice and each_bytes else []
+        solver = self.solver(mesh)
+        per_element, per_sharded = solver.problem.state_bytes_per_element(sharded=self.zero > 0)
+        waits = self.zero < 2 or not solver.problem.scatters_gradients
+        each_bytes = self.costs.problem.runtime.tied_gradient_bytes if waits else 0
+        tied = solver.waiting_elements(first, last) if twice and each_bytes else []
         return StageCost(
             float(table.seconds[first, last]),
             elements * per_element + sharded * per_sharded,

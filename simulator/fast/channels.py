@@ -9,7 +9,7 @@ import numpy as np
 
 from hardware_models import collective_table
 from hardware_models.collective_table import growth, inner_of
-from hardware_models.crowding import CrowdedGroup
+from hardware_models.crowding import CrowdedGroup, unlike_groups
 from simulator.costs import CostTables
 from simulator.fast.arrays import LINE
 from simulator.fast.prices import MAX_LATENCY_SHARE, price_s
@@ -90,6 +90,19 @@ class Channels:
                 own_s = self.price_s(self._numbers[key], num_bytes)
                 assert abs(own_s - expected_s) <= 1e-9 * expected_s, "a collective is the quickest of straight lines"
         return self._numbers[key]
+
+    def of_tied(self, placements: Sequence[Sequence[int]]) -> int:
+        """Return one more than the channel that reduces a weight of these stages; 0 if nobody else has it.
+
+        Args:
+            placements: Devices of each stage that holds it; of one stage, for two layouts in it.
+        """
+        ranks = min(map(len, placements)) if len(placements) > 1 else 1
+        groups = [
+            tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)
+        ]
+        unlike = unlike_groups(self.problem.hardware.cluster, (group for group in groups if len(group) > 1))
+        return self.number("all_reduce", unlike) + 1 if unlike else 0
 
     def _priced(self, collective: str, group: CrowdedGroup) -> tuple[tuple[Line, ...], Points]:
         """Return the lines and the points of a collective over one group."""

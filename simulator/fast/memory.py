@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from simulator.compiled_cache import inlined
 from simulator.fast.arrays import Floats, Ints
 
@@ -127,3 +129,14 @@ def longest(maxima: Floats, table: int, kind: int, start: int, stop: int) -> flo
         width *= 2
         level += 1
     return max(float(maxima[table, kind, level, start]), float(maxima[table, kind, level, stop - width]))
+
+def range_maxima(values: Floats) -> Floats:
+    """Return float64[levels, N]: row k holds the maxima of 2^k values from each place on, as ``longest`` reads them."""
+    rows = [values]
+    width = 1
+    while 2 * width <= len(values):
+        longer = rows[-1].copy()
+        longer[:-width] = np.maximum(rows[-1][:-width], rows[-1][width:])
+        rows.append(longer)
+        width *= 2
+    return np.stack(rows)

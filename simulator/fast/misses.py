@@ -12,7 +12,7 @@ from simulator.fast.channels import Interner
 from simulator.fast.holdings import view_of
 from simulator.fast.layouts import Spent
 from simulator.fast.store import Store
-from simulator.fast.tables import TableBuilder, tied_channel
+from simulator.fast.tables import TableBuilder
 from simulator.lowering.step import norm_s
 from simulator.plan import Sharding
 
@@ -59,7 +59,7 @@ class MissingRows:
                     assert kind == TIE
                     rows = self._holders(columns, first, second)
                     holders = [self.placements[columns.placements[row]] for row in rows]
-                    store.add_tie(slot, tied_channel(self.builder.costs, self.builder.channels, holders))
+                    store.add_tie(slot, self.builder.channels.of_tied(holders))
             except ValueError:
                 store.forget(misses[position:, 1])
                 raise

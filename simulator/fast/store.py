@@ -122,7 +122,7 @@ class Store:
         self._copy_channels()
 
     def add_tie(self, slot: int, channel: int) -> None:
-        """Let the slot of the hash table name a channel, as ``tied_channel`` counts it."""
+        """Let the slot of the hash table name a channel, as ``Channels.of_tied`` counts it."""
         self._name(slot, channel)
         self._copy_channels()
 

@@ -13,7 +13,6 @@ from math import prod
 import numpy as np
 
 from datafiles.words import counted
-from hardware_models.crowding import unlike_groups
 from simulator.closed_forms.operator_needs import saved_bytes
 from simulator.closed_forms.stage_prices import (
     added_s,
@@ -89,6 +88,7 @@ from simulator.fast.memory import (
     WEIGHTED,
     WHOLE,
     Savings,
+    range_maxima,
 )
 from simulator.fast.structure import Names
 from simulator.fidelity import Fidelity
@@ -288,7 +288,7 @@ class TableBuilder:
             read_bytes=read_bytes,
             replicas=replicas,
             has_private=has_private,
-            maxima=np.stack([_range_maxima(row) for row in maxima]),
+            maxima=np.stack([range_maxima(row) for row in maxima]),
             made=made,
             read=read,
             passed=self.layouts.passed(resolved),
@@ -395,28 +395,3 @@ class TableBuilder:
             sum(collective_s(second, item) for item in received_gathers(second, first, names)),
             sum(collective_s(first, item) for item in received_gathers(first, second, names)),
         ]
-
-
-def tied_channel(costs: CostTables, channels: Channels, placements: Sequence[Sequence[int]]) -> int:
-    """Return one more than the channel that reduces a weight of these stages; 0 if nobody else has it.
-
-    Args:
-        costs, channels: Of the problem.
-        placements: Devices of each stage that holds it; of one stage, for two layouts in it.
-    """
-    ranks = min(map(len, placements)) if len(placements) > 1 else 1
-    groups = [tuple(dict.fromkeys(d for devices in placements for d in devices[rank::ranks])) for rank in range(ranks)]
-    unlike = unlike_groups(costs.problem.hardware.cluster, (group for group in groups if len(group) > 1))
-    return channels.number("all_reduce", unlike) + 1 if unlike else 0
-
-
-def _range_maxima(values: Floats) -> Floats:
-    """Return float64[levels, N]: row k holds the maxima of 2^k values from each place on."""
-    rows = [values]
-    width = 1
-    while 2 * width <= len(values):
-        longer = rows[-1].copy()
-        longer[:-width] = np.maximum(rows[-1][:-width], rows[-1][width:])
-        rows.append(longer)
-        width *= 2
-    return np.stack(rows)

@@ -193,20 +193,6 @@ def test_parameters_that_stay_gathered_lie_beside_their_shards_in_the_type_they_
         assert consumers["gathered parameters"] == pytest.approx(problem.workload.num_parameters * 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
-@pytest.mark.parametrize("pp", [1, 2])
-def test_what_stays_gathered_is_given_back_by_the_last_backward_pass(runtime: str, pp: int) -> None:
-    """Nothing of it is there in the optimizer step, and each unit was gathered once."""
-    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=12 // pp)
-    plan = uniform_plan(problem, dp=4 // pp, pp=pp, zero=3, microbatch=1, recompute="full")
-    stays = replace(plan, reshard_after_forward=False)
-    histories = [simulate(each, problem).live_bytes(0).live_bytes for each in (plan, stays)]
-    assert histories[0][-1] == histories[1][-1], "the step finds the same"
-    ends = [np.abs(np.diff(history)).sum() for history in histories]
-    assert ends[0] > ends[1], "each unit is gathered once"
-    assert simulate(stays, problem).memory[0].peak_where.startswith("stage 0, backward of microbatch")
-
-
 def test_sequence_parallelism_keeps_shards_unless_the_runtime_keeps_gathered_inputs() -> None:
     """Korthikanti et al. 2022: sbh/t (34 + 5as/h) a layer; keeping gathered inputs adds 4sbh (1 - 1/t)."""
     problem = small_problem("gpt", global_batch=1)

@@ -1,10 +1,11 @@
-"""Layers computed again under ZeRO-3: who gathers their parameters how often."""
+"""Layers computed again under ZeRO-3: who gathers their parameters how often, and what stays gathered."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from simulator.closed_forms.estimate import estimate
@@ -17,7 +18,7 @@ from simulator.lowering.program import ProgramBuilder
 from simulator.lowering.recompute import whole_units
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.simulate import simulate_time_s
+from simulator.simulate import simulate, simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.simulator.problems import small_problem
@@ -69,3 +70,17 @@ def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: di
         assert more_s > 0
         # On one stage exactly; over two the estimate is up to a quarter of the difference off.
         assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.25 if "pp" in shape else 1e-9)
+
+
+@pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_stays_gathered_is_given_back_by_the_last_backward_pass(runtime: str, pp: int) -> None:
+    """Nothing of it is there in the optimizer step, and each unit was gathered once."""
+    problem = small_problem("gpt", cluster="a100-80g-dgx:1x4", runtime=runtime, global_batch=12 // pp)
+    plan = uniform_plan(problem, dp=4 // pp, pp=pp, zero=3, microbatch=1, recompute="full")
+    stays = replace(plan, reshard_after_forward=False)
+    histories = [simulate(each, problem).live_bytes(0).live_bytes for each in (plan, stays)]
+    assert histories[0][-1] == histories[1][-1], "the step finds the same"
+    ends = [np.abs(np.diff(history)).sum() for history in histories]
+    assert ends[0] > ends[1], "each unit is gathered once"
+    assert simulate(stays, problem).memory[0].peak_where.startswith("stage 0, backward of microbatch")

@@ -18,7 +18,7 @@ from simulator.result import SimulationResult
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from workloads.models.gpt import GPTSpec
-from workloads.registry import build_from_spec
+from workloads.registry import build_from_spec, build_workload
 
 
 def problem_on(cluster: str, runtime: str = "alpa", *, heads: int = 16, batch: int = 32) -> Problem:
@@ -110,6 +110,26 @@ def test_a_shared_weight_is_there_once_and_the_optimizer_works_beside_it(sharded
     assert found.step_bytes == parameters * (4 / 2 if sharded else 4)
     assert found.peak_bytes(1) == pytest.approx(simulated.peak_allocated_bytes, rel=0.12)
     assert found.peak_bytes(1) >= simulated.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("reduces", ["last", "every"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_shared_gradient_waits_unless_each_pass_scatters_it(reduces: str, sharded: bool) -> None:
+    """As in the simulator; a layer of four samples computed again takes more than the loss."""
+    problem = ProblemSpec("gpt3-1.3b", "a100-80g-dgx:1x2", "megatron-lm-2021", 16).load()
+    workload = build_workload("gpt3-1.3b", attention="plain", overrides={"layers": 4})
+    mesh = LogicalMesh(Submesh(1, 2), 2, 1, batch_forced=True)
+    costs, peaks = [], []
+    for waits in (False, True):
+        runtime = replace(problem.runtime, tied_gradients_wait=waits, reduce_gradients=reduces, attention="plain")
+        of = replace(problem, workload=workload, runtime=runtime, spec=None)
+        cost, _, simulated = one_stage(of, mesh, 8, recompute=True, sharded=sharded)
+        costs.append(cost.working_bytes)
+        peaks.append(simulated.peak_allocated_bytes)
+    embedding = workload.operators[0].attributes
+    num_bytes = int(embedding["vocab"]) * int(embedding["hidden"]) * 2
+    scattered = sharded and reduces == "every"
+    assert costs[1] - costs[0] == peaks[1] - peaks[0] == (0 if scattered else num_bytes)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
