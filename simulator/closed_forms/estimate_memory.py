@@ -14,7 +14,7 @@ import numpy as np
 
 from simulator.closed_forms.interleaved_memory import interleaved_peak_bytes
 from simulator.closed_forms.memory_walk import walk
-from simulator.closed_forms.operator_needs import never_given_back_bytes, product_bytes
+from simulator.closed_forms.operator_needs import never_given_back_bytes, weight_pass_bytes
 from simulator.closed_forms.whole_for_a_while import whole_for_a_while
 from simulator.closed_forms.zero_bubble_memory import zero_bubble_peak_bytes
 from simulator.costs import CostTables
@@ -103,8 +103,8 @@ def held_bytes(view: StageView) -> HeldBytes:
         stays=whole.stays,
         last=whole.end + bucket,
         for_weights=min(weighted, walked.kept + walked.again) + to_multiply,
-        input_pass=walked.most_split - walked.kept + bucket,
-        weight_pass=max(product_bytes(view.cost(i), problem) for i in view.operators)
+        input_pass=walked.most_split - walked.kept,
+        weight_pass=max(weight_pass_bytes(index, view.cost(index), problem) for index in view.operators)
         + whole.gradients
         + bucket,
         flattened=float(static.flattened),

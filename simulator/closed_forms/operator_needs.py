@@ -61,6 +61,15 @@ def product_bytes(cost: OperatorCost, problem: Problem) -> float:
     return float(sum(cost.product_temporaries(problem.runtime.implementation.activation_bytes)))
 
 
+def weight_pass_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
+    """Return the same of a pass of weight gradients alone, beyond what waits for it (``needed_for_weights``).
+
+    That has the gradient at its product of an operator whose backward pass parts late.
+    """
+    late = problem.workload.operators[index].definition.parts_late and bool(cost.parameters)
+    return product_bytes(cost, problem) - (cost.workspace_weight_bytes if late else 0.0)
+
+
 def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
     """Return what a segment that ends with an operator holds until its backward pass is through.
 

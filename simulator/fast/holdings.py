@@ -14,8 +14,8 @@ from simulator.closed_forms.operator_needs import (
     ends_given_bytes,
     never_given_back_bytes,
     own_working_bytes,
-    product_bytes,
     segment_ends_bytes,
+    weight_pass_bytes,
 )
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
 from simulator.closed_forms.stage_units import filled_buckets
@@ -186,7 +186,7 @@ class Holdings:
             weighted=weighted,
             to_multiply=to_multiply,
             own_working=own_working_bytes(index, cost, problem),
-            product=product_bytes(cost, problem),
+            product=weight_pass_bytes(index, cost, problem),
             ends=segment_ends_bytes(index, cost, problem),
             given=ends_given_bytes(index, cost, problem, made_here=True),
             gathered=gathered,

@@ -158,7 +158,7 @@ def _fill(
             elif schedule == ZB_H1:
                 row, bucket = held[stage - low], held[stage - low, BUCKET_BYTES]
                 in_passes = _zero_bubble_peak_bytes(
-                    row[KEPT_BYTES], row[FOR_WEIGHTS_BYTES], row[INPUT_PASS_BYTES] + bucket,
+                    row[KEPT_BYTES], row[FOR_WEIGHTS_BYTES], row[INPUT_PASS_BYTES],
                     row[WEIGHT_PASS_BYTES] + bucket, row[LAST_BYTES] + bucket, row[ANEW_BYTES], stage - low, num_stages,
                     m,
                 )  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
+from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
 from simulator.memory.program import StageMemory
 from simulator.problem import ProblemSpec
 from simulator.saved import needed_for_weights
+from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
 
@@ -55,3 +58,23 @@ def test_every_kind_that_parts_late_has_a_gradient_at_its_product(family: str) -
     (view,) = stage_views(uniform_plan(problem).canonical(problem.workload), costs)
     late = [index for index in view.operators if problem.workload.operators[index].definition.parts_late]
     assert late and all(view.cost(index).workspace_weight_bytes > 0 for index in late)
+
+
+@pytest.mark.parametrize(("runtime", "zero"), [("deepspeed-zero3-2021", 3), ("megatron-deepspeed", 2)])
+@pytest.mark.parametrize(("num_microbatches", "above"), [(1, 0.001), (2, 0.001), (4, 0.035)])
+def test_buckets_of_gradients_are_there_while_weight_gradients_are_made_alone(
+    runtime: str, zero: int, num_microbatches: int, above: float
+) -> None:
+    """Two buckets of 1 GB: where input gradients are made, the peak of one and two microbatches here, there is none.
+
+    Of four the peak is in a pass of weight gradients; that of the embedding is the last, when others' needs are gone.
+    """
+    problem = small_problem(runtime=runtime, cluster="a100-80g-dgx:1x8", global_batch=64)
+    plan = uniform_plan(
+        problem, dp=4, pp=2, microbatch=16 // num_microbatches, zero=zero, recompute="full",
+        schedule="zb-h1", gradient_reduction="every", overlap_gradient_sync=True,
+    )  # fmt: skip
+    peaks = estimate(plan, problem).peak_bytes
+    for peak, memory in zip(peaks, simulate(plan, problem).memory, strict=True):
+        assert -0.001 < peak / memory.peak_allocated_bytes - 1 < above
+    assert FastEstimator(problem).estimate(plan).peak_bytes == peaks
