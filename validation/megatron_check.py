@@ -160,11 +160,12 @@ def compare(of: Check) -> tuple[list[Compared], list[Sent]]:
         traced, calls = trace_megatron(problem, Degrees(**of.degrees), device)  # type: ignore[arg-type]
         (memory,) = [one for one in result.memory if device in result.graph.device_members[one.device]]
         rows.append(compared(of, memory, traced))
-        sent.append(Sent(of, device, _totals(simulated_calls(plan, problem, device)), _totals(calls)))
+        sent.append(Sent(of, device, totals(simulated_calls(plan, problem, device)), totals(calls)))
     return rows, sent
 
 
-def _totals(calls: Counter[Call]) -> Totals:
+def totals(calls: Counter[Call]) -> Totals:
+    """Return calls by kind and size of the group."""
     found: dict[tuple[str, int], Total] = {}
     for (kind, num_ranks, num_bytes), number in calls.items():
         num_calls, num_large, so_far = found.get((kind, num_ranks), Total(0, 0, 0))

@@ -62,9 +62,9 @@ def product_bytes(cost: OperatorCost, problem: Problem) -> float:
 
 
 def weight_pass_bytes(index: int, cost: OperatorCost, problem: Problem) -> float:
-    """Return the same of a pass of weight gradients alone, beyond what waits for it (``needed_for_weights``).
+    """Return what a pass of weight gradients alone makes those of an operator in, beside what waits for that pass.
 
-    That has the gradient at its product of an operator whose backward pass parts late.
+    The latter (``needed_for_weights``) has the gradient at its product already where backward parts late.
     """
     late = problem.workload.operators[index].definition.parts_late and bool(cost.parameters)
     return product_bytes(cost, problem) - (cost.workspace_weight_bytes if late else 0.0)

@@ -99,9 +99,9 @@ class MemoryTables(NamedTuple):
         maxima: float64[tables, MAXIMA, levels, N]. Range maxima: of what the sums of kept bytes have up to an operator
             and what it needs besides in backward, and the same in recomputed segments; both with gradients that wait of
             operators behind in the same part; both less what weight gradients up to there need; of kept bytes and what
-            an operator needs besides in forward; of what weight gradients are made in, of tensors that are refreshed,
-            of buffers that are never given back, and of those that a backward pass fills with gradients. Row k covers
-            2^k operators.
+            an operator needs besides in forward; of what a pass of weight gradients alone makes
+            them in, of tensors that are refreshed, of buffers that are never given back, and of those that a backward
+            pass fills with gradients. Row k covers 2^k operators.
         tied_bytes: float64[tables, O, NUM_STATES]. Model states of tied parameters, what ZeRO gathers and scatters, and
             gradients that wait for others of the same weight, by whether gradients are sharded.
         tied_layouts: int64[tables, O].
@@ -129,6 +129,7 @@ def longest(maxima: Floats, table: int, kind: int, start: int, stop: int) -> flo
         width *= 2
         level += 1
     return max(float(maxima[table, kind, level, start]), float(maxima[table, kind, level, stop - width]))
+
 
 def range_maxima(values: Floats) -> Floats:
     """Return float64[levels, N]: row k holds the maxima of 2^k values from each place on, as ``longest`` reads them."""

@@ -150,8 +150,9 @@ class TableBuilder:
         microbatch_size: int,
         entering: Iterable[int] = (),
     ) -> list[Spent]:
-        """Return what an operator takes forward and backward, whether it is computed again in any case (first of a
-        pair), and by input what a segment does not repeat.
+        """Return what an operator takes forward and backward, and by input what a segment does not repeat.
+
+        Between these, first of a pair, whether it saves a part that it copies.
 
         Args:
             index: The operator.

@@ -7,7 +7,7 @@ from simulator.fast.arrays import Ints, PlanColumns, Structure
 from simulator.fast.changes import Changes, differ
 from simulator.fast.kept_tensor import StageRuns, table_at
 from simulator.fast.memory import TIED_SCATTERED, TIED_WAITING, UNSHARDED, MemoryTables
-from simulator.fast.whole_parts import counts_later
+from simulator.fast.whole_parts import counts_earlier, counts_later
 
 
 @inlined
@@ -92,16 +92,9 @@ def wait_for_ties(
             continue
         while plans.run_stops[first_run] <= index:
             first_run += 1
-        layout, is_first = tables.tied_layouts[run_tables[first_run], place], True
-        run = stage.begin
-        for before in range(place):
-            if shape.tied[before] >= stage.first:
-                while plans.run_stops[run] <= shape.tied[before]:
-                    run += 1
-                is_first = is_first and tables.tied_layouts[run_tables[run], before] != layout
-        if not is_first:
+        if counts_earlier(shape, tables, plans, run_tables, stage, place, run_tables[first_run]):
             continue
-        last, run = index, first_run
+        layout, last, run = tables.tied_layouts[run_tables[first_run], place], index, first_run
         for behind in range(place + 1, len(shape.tied)):
             if shape.tied[behind] < stage.stop:
                 while plans.run_stops[run] <= shape.tied[behind]:

@@ -10,7 +10,7 @@ pytest.importorskip("megatron", reason="the check needs Megatron-Core (extra: me
 from simulator.uniform import uniform_plan
 from validation.megatron.model import Degrees, Shape
 from validation.megatron.trace import trace_megatron
-from validation.megatron_check import CHECKS, GPT, GROUPED, LLAMA, check, compare, megatron_problem
+from validation.megatron_check import CHECKS, GPT, GROUPED, LLAMA, Sent, check, compare, megatron_problem, totals
 from validation.memory_check import Check, table
 from validation.simulated_calls import simulated_calls
 
@@ -59,14 +59,20 @@ def test_so_are_those_of_the_report(of: Check) -> None:
 
 
 def test_a_wrong_plan_is_told_apart() -> None:
-    """The check can fail: one more microbatch, or sequence parallelism, is another number of calls, or other bytes."""
-    of = check(GPT, 2, tp=2, microbatch=1, layers=2)
+    """The check can fail: one more microbatch, or sequence parallelism, is another number of calls, and other bytes."""
+    of, longer = (check(GPT, number, tp=2, microbatch=1, layers=2) for number in (2, 3))
     problem = megatron_problem(of)
-    memory, calls = trace_megatron(problem, Degrees(tp=2, microbatch=1), 0)
-    other, others = trace_megatron(problem, Degrees(tp=2, microbatch=1, sequence_parallel=True), 0)
+    plan = uniform_plan(problem, **of.degrees)  # type: ignore[arg-type]
+    own, cut = Degrees(tp=2, microbatch=1), Degrees(tp=2, microbatch=1, sequence_parallel=True)
+    memory, calls = trace_megatron(problem, own, 0)
+    other, in_parts = trace_megatron(problem, cut, 0)
+    _, more = trace_megatron(megatron_problem(longer), own, 0)
+    predicted = totals(simulated_calls(plan, problem, 0))
+    alike, unlike, too_many = (Sent(of, 0, predicted, totals(each)) for each in (calls, in_parts, more))
+    assert not alike.other_bytes and not alike.other_numbers
+    assert too_many.other_bytes == too_many.other_numbers == [("all_reduce", 2)]
+    assert {kind for kind, _ in unlike.other_bytes} == {"all_reduce", "all_gather", "reduce_scatter"}
     assert memory.peak_bytes > other.peak_bytes
-    assert {call.kind for call in calls} == {"all_reduce"}
-    assert {call.kind for call in others} == {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 def test_of_a_workload_its_shape_is_read() -> None:
