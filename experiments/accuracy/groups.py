@@ -16,6 +16,8 @@ FILE = Path(__file__).parent.parent / "accuracy_data" / "groups.yaml"
 CAMPAIGN_GROUP = "campaign-"
 MODELLED = "-modelled"
 """Ends the name of a campaign's group whose machine is not asked: plans as the model has them, without a profile."""
+IMPORTED = "-imported"
+"""Ends that of one predicted with another machine's profile: that of the group's ``profile_of``."""
 RESERVED = "-reserved"
 """Ends that of one whose peaks are of what the allocator held; without times, which are its campaign's own."""
 Share = Annotated[float, Field(ge=0, le=10)]
@@ -45,6 +47,7 @@ class Group(FileModel):
         target_time, target_memory: Mean absolute errors aimed at.
         target_memory_agreement: Share of cases whose "out of memory" is predicted right.
         target_rank: Rank correlation aimed at.
+        profile_of: Campaign whose cases hold the profile that predicts, where it is another machine's.
         tolerance: How far a mean absolute error may worsen before the gate fails.
         peers: Beside ours in the report.
         note: What a reader must know about the rows.
@@ -56,6 +59,7 @@ class Group(FileModel):
     target_memory: Share | None = None
     target_memory_agreement: Share | None = None
     target_rank: Share | None = None
+    profile_of: Text | None = None
     tolerance: Share = 0.002
     peers: tuple[Peer, ...] = ()
     note: Text
@@ -75,5 +79,5 @@ def groups() -> Mapping[str, Group]:
 
 
 def _is_there(name: str) -> bool:
-    campaign = name.removeprefix(CAMPAIGN_GROUP).removesuffix(MODELLED).removesuffix(RESERVED)
+    campaign = name.removeprefix(CAMPAIGN_GROUP).removesuffix(MODELLED).removesuffix(RESERVED).removesuffix(IMPORTED)
     return not name.startswith(CAMPAIGN_GROUP) or (FILE.parent / "campaigns" / f"{campaign}.yaml").is_file()

@@ -13,7 +13,7 @@ from pydantic import Field
 from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
-from experiments.accuracy.groups import CAMPAIGN_GROUP, MODELLED, RESERVED, groups
+from experiments.accuracy.groups import CAMPAIGN_GROUP, IMPORTED, MODELLED, RESERVED, groups
 from experiments.cases.case import PRINTED, Case, Measured, Skipped
 from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.collective_table import CollectiveTable
@@ -78,7 +78,7 @@ class CaseFile(FileModel):
     """What ``windtunnel validate CAMPAIGN --write-cases FILE`` writes; the file's name is that of its group."""
 
     format: Literal["windtunnel-campaign-cases-1"]
-    campaign: Literal["cpu-gloo", "single-gpu", "multi-gpu"]
+    campaign: Literal["cpu-gloo", "single-gpu", "single-gpu-families", "multi-gpu"]
     machine: Text
     date: Text
     versions: Mapping[str, Text]
@@ -141,6 +141,15 @@ def cases_of(path: Path) -> Iterator[Case]:
                 groups=(group,),
                 problem=partial(_problem, path, number, profiled=False),
             )
+        group = CAMPAIGN_GROUP + path.stem + IMPORTED
+        if group in groups():
+            lender = path.with_name(f"{groups()[group].profile_of}.yaml")
+            yield replace(
+                case,
+                row_id=f"{case.row_id} with the profile of {lender.stem}",
+                groups=(group,),
+                problem=partial(_problem, lender, _row_of(lender, row.name)),
+            )
         group = CAMPAIGN_GROUP + path.stem + RESERVED
         if group in groups() and measured.peak_reserved_bytes is not None:
             held = float(measured.peak_reserved_bytes)
@@ -156,6 +165,13 @@ def cases_of(path: Path) -> Iterator[Case]:
 @lru_cache(maxsize=8)
 def _file(path: Path) -> CaseFile:
     return validated(CaseFile, load_mapping(path), path.name)
+
+
+def _row_of(path: Path, name: str) -> int:
+    names = [row.name for row in _file(path).plans]
+    if name not in names:
+        raise DataFileError(path.name, f"has no plan {name!r}, whose profile is asked for")
+    return names.index(name)
 
 
 @lru_cache(maxsize=64)

@@ -125,8 +125,9 @@ def test_a_damaged_file_says_where(tmp_path: Path, key: str, value: object, mess
 def test_a_campaign_has_a_group_where_its_cases_are_committed() -> None:
     committed = {f"campaign-{path.stem}" for path in FOLDER.glob("*.yaml")}
     known = {name for name in groups() if name.startswith("campaign-")}
-    reserved = {f"campaign-{name}-reserved" for name in ("single-gpu", "single-gpu-small")}
-    assert known == committed | {"campaign-single-gpu-modelled"} | reserved
+    reserved = {f"campaign-{name}-reserved" for name in ("single-gpu", "single-gpu-small", "single-gpu-families")}
+    modelled = {f"campaign-{name}-modelled" for name in ("single-gpu", "single-gpu-families")}
+    assert known == committed | modelled | reserved | {"campaign-single-gpu-second-imported"}
     assert {group for case in campaigns.cases(None) for group in case.groups} == known  # type: ignore[union-attr]
 
 
@@ -147,3 +148,16 @@ def test_what_the_allocator_held_is_compared_apart() -> None:
         assert held.measured.peak_is_reserved and held.measured.iteration_time_s is None
         assert held.measured.peak_bytes is not None and own.measured.peak_bytes is not None
         assert held.measured.peak_bytes > own.measured.peak_bytes
+
+
+def test_a_second_machine_is_predicted_with_the_profile_of_the_first() -> None:
+    found = list(cases_of(FOLDER / "single-gpu-second.yaml"))
+    lenders = {case.row_id: case for case in cases_of(FOLDER / "single-gpu.yaml")}
+    for own, imported in zip(found[::2], found[1::2], strict=True):
+        assert own.groups == ("campaign-single-gpu-second",)
+        assert imported.groups == ("campaign-single-gpu-second-imported",) and imported.measured == own.measured
+    own, imported = found[:2]
+    lender = lenders[own.row_id.replace("single-gpu-second", "single-gpu")]
+    assert imported.problem().hardware.operator_profile == lender.problem().hardware.operator_profile
+    assert imported.problem().hardware.operator_profile != own.problem().hardware.operator_profile
+    assert imported.measured != lender.measured

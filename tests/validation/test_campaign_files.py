@@ -41,7 +41,7 @@ def load(**changes: Any) -> Campaign:
 
 
 def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
-    assert set(campaign_names()) == {"cpu-gloo", "single-gpu", "multi-gpu"}
+    assert set(campaign_names()) == {"cpu-gloo", "single-gpu", "single-gpu-families", "multi-gpu"}
     sizes = {name: len(load_campaign(name).report) for name in campaign_names()}
     assert sizes["cpu-gloo"] >= 16 and sizes["single-gpu"] >= 40 and sizes["multi-gpu"] >= 16
     schedules = {(each.plan.schedule, len(each.plan.stages)) for each in load_campaign("cpu-gloo").report}
@@ -53,11 +53,16 @@ def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
     words = {word for each in single for word in each.name.split() if word.startswith("recompute")}
     assert words == {"recompute-selective", "recompute-full"}
     assert any("recompute" not in each.name for each in single)
+    others = load_campaign("single-gpu-families").report
+    assert {each.problem.workload.family for each in others} == {"gpt", "t5", "swin", "resnet", "vgg", "xlnet", "gnmt"}
 
 
 @pytest.mark.parametrize(
     ("name", "cluster"),
-    [("cpu-gloo", None), ("single-gpu", None), ("single-gpu", "a100-80g-dgx:1x1"), ("multi-gpu", "h100-dgx:1x4")],
+    [
+        ("cpu-gloo", None), ("single-gpu", None), ("single-gpu", "a100-80g-dgx:1x1"), ("single-gpu-families", None),
+        ("multi-gpu", "h100-dgx:1x4"),
+    ],
 )
 def test_every_run_of_a_shipped_campaign_is_executable_and_said_to_fit(name: str, cluster: str | None) -> None:
     campaign = load_campaign(name, cluster=cluster)
@@ -66,7 +71,7 @@ def test_every_run_of_a_shipped_campaign_is_executable_and_said_to_fit(name: str
     runs = [job for unit in work for job in unit.jobs]
     # The largest of each unit hold more than the others; on one GPU they are what could fail to fit.
     largest = {id(unit): max(unit.jobs, key=lambda job: job.plan.microbatch_size) for unit in work}
-    for job in runs if name != "single-gpu" else largest.values():
+    for job in runs if not name.startswith("single-gpu") else largest.values():
         assert simulate(job.plan, job.problem, engine="compiled").fits, job.plan
 
 
