@@ -54,6 +54,8 @@ def matmul_s(gpu: GpuType, curve: MatmulCurve, kernel: Matmul, dtype: str) -> fl
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
     traffic = num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction)
     misaligned = is_misaligned(kernel, DTYPE_BYTES[dtype])
+    if misaligned:
+        traffic /= curve.misaligned_fraction
     return max(_arithmetic_s(gpu, curve, kernel, dtype, misaligned=misaligned), traffic)
 
 
@@ -235,6 +237,22 @@ those of the second generation."""
 ATTENTION_TILE = 128
 """Queries of one head that a block of FlashAttention-2 works on forward, keys backward (Dao 2023, section 3.2)."""
 
+ATTENTION_WIDTHS = {1: (16, 32, 64, 128), 2: (32, 64, 96, 128, 192, 256)}
+"""Head sizes that its kernels are built for, by generation; others are worked on as the next one. The Triton port rounds
+up to powers of two (``flash_attn_triton.py``, ``BLOCK_HEADDIM``), the second has templates
+(``csrc/flash_attn/src/static_switch.h``, ``HEADDIM_SWITCH``)."""
+
+
+def _whole_tiles(kernel: FlashAttention) -> float:
+    """Return what blocks of tiles work on over what the kernel is for: keys and queries of the last tile, head sizes
+    between two, and the half of a tile on the diagonal that a causal mask hides."""
+    rows, columns = (ceil(length / ATTENTION_TILE) for length in (kernel.query_length, kernel.key_length))
+    whole = rows * columns * ATTENTION_TILE**2 / (kernel.query_length * kernel.key_length)
+    widths = ATTENTION_WIDTHS[kernel.generation]
+    wide = next((width for width in widths if width >= kernel.head_dim), kernel.head_dim)
+    diagonal = 1.0 + 1.0 / columns if kernel.causal else 1.0
+    return whole * diagonal * wide / kernel.head_dim
+
 
 def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dtype: str) -> float:
     """Return seconds of a fused attention kernel; its traffic never bounds it at training lengths."""
@@ -245,4 +263,5 @@ def attention_s(gpu: GpuType, curve: AttentionCurve, kernel: FlashAttention, dty
         half_waves /= 2  # fitted on causal tiles, the last of which are twice as long as the mean; these are all alike
     waves = kernel.batch * ceil(length / ATTENTION_TILE) / gpu.num_multiprocessors
     efficiency = limit * kernel.key_length / (kernel.key_length + curve.half_length) * waves / (waves + half_waves)
-    return kernel.flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation][kernel.backward]
+    flop = kernel.flop * _whole_tiles(kernel)
+    return flop / (gpu.peak(dtype) * efficiency) * FLASH_SLOWNESS[kernel.generation][kernel.backward]

@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 
 
 MATMUL_ROLES = ("forward", "data_gradient", "weight_gradient")
-PATTERNS = ("elementwise", "reduction", "random", "gather")
+STRIDED = "strided"
+PATTERNS = ("elementwise", "reduction", "random", "gather", STRIDED)
 
 
 def _exactly(value: Mapping[str, float], keys: tuple[str, ...]) -> Mapping[str, float]:
@@ -78,7 +79,7 @@ class MemoryCurve(FileModel):
     """Memory-bound kernels: share of the bandwidth by access pattern, and how small ones fall short.
 
     time = (bytes + ramp_bytes) / (bandwidth * fraction[pattern]): ``ramp_bytes`` is what could have moved
-    while the kernel starts and drains.
+    while the kernel starts and drains. Where ``strided`` was not measured, it is as ``elementwise``.
     """
 
     fraction: Mapping[str, Fraction]
@@ -88,7 +89,8 @@ class MemoryCurve(FileModel):
     @field_validator("fraction")
     @classmethod
     def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        return _exactly(value, PATTERNS)
+        found = _exactly({name: share for name, share in value.items() if name != STRIDED}, PATTERNS[:-1])
+        return {**found, STRIDED: value.get(STRIDED, found["elementwise"])}
 
 
 class AttentionCurve(FileModel):

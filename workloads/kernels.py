@@ -136,7 +136,9 @@ class MemoryBound:
     Attributes:
         read_bytes, write_bytes: Bytes of device memory touched.
         pattern: ``"elementwise"``, ``"reduction"`` (norms, softmax, bias gradients), ``"random"``
-            (draws random numbers: dropout) or ``"gather"`` (embedding look-up and its scatter-add).
+            (draws random numbers: dropout), ``"gather"`` (embedding look-up and its scatter-add) or ``"strided"``
+            (torch's elementwise kernels on operands that are not contiguous: each thread reckons where its elements
+            lie and loads them one by one; aten/native/cuda/CUDALoops.cuh, ``launch_legacy_kernel``).
     """
 
     read_bytes: float

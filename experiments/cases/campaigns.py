@@ -29,6 +29,9 @@ from workloads.model_file import spec_from_mapping
 from workloads.registry import build_from_spec
 
 FOLDER = PRINTED / "campaigns"
+CALIBRATED = {"single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b")}
+"""Models whose profiling runs the GPU's curves are fitted on (``experiments.fit_h100``), by campaign: their plans are in
+no group that is predicted without a profile."""
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -134,7 +137,7 @@ def cases_of(path: Path) -> Iterator[Case]:
         )
         yield case
         group = CAMPAIGN_GROUP + path.stem + MODELLED
-        if group in groups():
+        if group in groups() and row.model not in CALIBRATED.get(path.stem, ()):
             yield replace(
                 case,
                 row_id=f"{case.row_id} on our kernels",
@@ -160,6 +163,19 @@ def cases_of(path: Path) -> Iterator[Case]:
                 problem=partial(_problem, path, number, profiled=False),
                 measured=Measured(peak_bytes=held, peak_is_reserved=True),
             )
+
+
+def units_of(path: Path) -> Iterator[tuple[str, str, Problem]]:
+    """Yield the units of a file, each with its model and a problem that has its profile.
+
+    Raises:
+        DataFileError: If the file breaks a rule.
+    """
+    seen = set()
+    for number, row in enumerate(_file(path).plans):
+        if row.unit not in seen:
+            seen.add(row.unit)
+            yield row.unit, row.model, _problem(path, number)
 
 
 @lru_cache(maxsize=8)

@@ -1,10 +1,9 @@
-"""Fit the A100's and H100's 16-bit curves to published kernel measurements.
+"""Fit the A100's 16-bit curves to published kernel measurements, and report the H100's on others.
 
 A100 rows used: ``gemm_a100.csv`` (SimuMax dense and LLMCompass), ``memory_bound_ops.csv`` (LLMCompass rows,
 PyTorch's kernels, that move more than 64 MB; Vidur's are vLLM's), ``attention_a100.csv`` (head size 128, 4 to 64
 heads). Report: all A100 rows of ``gemm_vidur_a100_h100.csv`` with 128 tokens or more.
-H100 rows used: Vidur, models Llama-2-7b-hf and Llama-2-70b-hf, 128 tokens or more. Report: the other models.
-Its memory fractions are the A100's.
+H100 (``experiments.fit_h100``) is reported alone: Vidur's rows of 128 tokens or more, forward, CUDA 12.1.
 
 Run: ``python -m hardware_models.calibration.fit_a100 --data DIR``
 """
@@ -56,7 +55,7 @@ FITTED_MODELS = ("Llama-2-7b-hf", "Llama-2-70b-hf")
 
 
 def main() -> None:
-    """Fit both GPUs and print constants and residuals."""
+    """Fit the A100 and print constants and residuals of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds gpu_efficiency/")
     folder = parser.parse_args().data / "gpu_efficiency"
@@ -71,17 +70,8 @@ def main() -> None:
         "A100 report rows (Vidur)", a100_sxm, curves, "bf16", [row for _, row in _vidur_rows(folder, "A100")]
     )
     h100 = load_gpu("h100-sxm5-80gb")
-    vidur = list(_vidur_rows(folder, "H100"))
-    rows = [row for model, row in vidur if model in FITTED_MODELS]
-    curves = fit(h100, load_curves("hopper"), "bf16", MATMUL, rows, "this run")
-    report("H100 fit rows", h100, curves, "bf16", rows)
-    report(
-        "H100 report rows (other models)",
-        h100,
-        curves,
-        "bf16",
-        [row for model, row in vidur if model not in FITTED_MODELS],
-    )
+    vidur = [row for _, row in _vidur_rows(folder, "H100")]
+    report("H100 report rows (Vidur)", h100, load_curves("hopper"), "bf16", vidur)
 
 
 def _gemm_rows(folder: Path) -> Iterator[KernelRow]:

@@ -134,14 +134,14 @@ class SwiGLU(_Elementwise):
         if phase == FORWARD:
             if fused:
                 return [MemoryBound(2 * half, half)]
-            return [MemoryBound(half, half), MemoryBound(2 * half, half)]
+            return [MemoryBound(half, half, "strided"), MemoryBound(2 * half, half, "strided")]
         if phase == BACKWARD_INPUT:
             if fused:
                 return [MemoryBound(3 * half, 2 * half)]
             return [
                 MemoryBound(2 * half, half),
-                MemoryBound(2 * half, half),
-                MemoryBound(2 * half, half),
+                MemoryBound(2 * half, half, "strided"),
+                MemoryBound(2 * half, half, "strided"),
                 MemoryBound(2 * half, 2 * half),
             ]
         return []

@@ -49,7 +49,8 @@ def _copies(local: Local, *elements: int) -> list[Kernel]:
     """Return the copies of what a product reads out of the packed tensor, by head (``slices_packed``)."""
     if not local.implementation.slices_packed:
         return []
-    return [MemoryBound(float(local.element_bytes * count), float(local.element_bytes * count)) for count in elements]
+    sizes = [float(local.element_bytes * count) for count in elements]
+    return [MemoryBound(size, size, "strided") for size in sizes]
 
 
 def _products(attributes: Attributes, scores: Shape) -> tuple[int, int, int]:
@@ -156,8 +157,10 @@ class Softmax(ByHead):
     def num_calls(self, phase: str, local: Local) -> int:
         # Unfused, every cast, the scale and the mask are operations of their own, with a node each in backward
         # (Megatron-LM fused_softmax.py, forward_torch_softmax).
+        # Our executor's share one operator's (hooks, Python).
         calls = super().num_calls(phase, local)
-        return calls if self._is_fused(local) else calls * len(self.kernels(FORWARD, local))
+        is_one = self._is_fused(local) or local.implementation.adds_mask
+        return calls if is_one else calls * len(self.kernels(FORWARD, local))
 
     @staticmethod
     def _unfused_forward(size: float, local: Local) -> list[Kernel]:
@@ -169,7 +172,7 @@ class Softmax(ByHead):
         elements = size / local.element_bytes
         wide = elements * DTYPE_BYTES["fp32"]
         if local.implementation.adds_mask:
-            masked = [MemoryBound(size, size), MemoryBound(size, size), MemoryBound(size, wide)]
+            masked = [MemoryBound(size, size), MemoryBound(size, size, "strided"), MemoryBound(size, wide)]
             return [*masked, MemoryBound(wide, wide, "reduction"), MemoryBound(wide, size)]
         return [
             MemoryBound(size, wide),
@@ -293,7 +296,7 @@ class AttentionContext(ByHead):
             # The product is laid out by head; the projection wants it by token: one copy.
             size = size_bytes(local, local.outputs)
             before = [*_transposes(local, batch * keys * dim), *_copies(local, batch * keys * dim)]
-            return [*before, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size)]
+            return [*before, Matmul(m=queries, n=dim, k=keys, batch=batch), MemoryBound(size, size, "strided")]
         if phase == BACKWARD_INPUT:
             return [
                 *_transposes(local, batch * queries * dim),

@@ -235,13 +235,13 @@ class Rotary(ByHead):
         """Return the same of the packed tensor in one, values turned by nothing; repeated heads are stacked anew."""
         size, made = size_bytes(local, local.inputs), size_bytes(local, local.outputs)
         wide = size / local.element_bytes * DTYPE_BYTES["fp32"]
-        turned: list[Kernel] = [MemoryBound(wide, wide)]
+        turned: list[Kernel] = [MemoryBound(wide, wide, "strided")]
         if wide > size:
             turned = [MemoryBound(size, wide), *turned, MemoryBound(wide, size)]
         if not flag(local.attributes, "repeats"):
             return turned
         if phase == FORWARD:
-            return [*turned, MemoryBound(made, made)]
+            return [*turned, MemoryBound(made, made, "strided")]
         few = (size - made / 3) / 2  # Keys, or values.
         return [*[MemoryBound(made / 3, few, "reduction")] * 2, MemoryBound(size, size), *turned]
 

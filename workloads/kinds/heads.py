@@ -66,7 +66,7 @@ def slice_gradients(local: Local, features: Sequence[int], num_sums: int) -> lis
     each, whole = float(local.element_bytes * prod(tokens)), float(local.element_bytes * prod(local.inputs[-1]))
     found: list[Kernel] = []
     for count in features:
-        found += [MemoryBound(0.0, whole), MemoryBound(each * count, each * count)]
+        found += [MemoryBound(0.0, whole), MemoryBound(each * count, each * count, "strided")]
     return found + [MemoryBound(2 * whole, whole)] * num_sums
 
 

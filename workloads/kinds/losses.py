@@ -28,6 +28,10 @@ from workloads.kinds.base import (
 from workloads.kinds.registry import register
 from workloads.placements import PARTIAL, REPLICATE, Shard
 
+SHARED_ROW_BYTES = 48 << 10
+"""A block of torch's softmax keeps a row of that much in shared memory; it reads longer ones three times: for the
+maximum, the sum and the result (aten/native/cuda/SoftMax.cu, ``host_softmax``)."""
+
 
 @register
 class LanguageModelLoss(Kind):
@@ -103,7 +107,9 @@ class LanguageModelLoss(Kind):
             if casts:
                 found.append(MemoryBound(low, high))
             if local.implementation.fused_loss:
-                return [*found, MemoryBound(high, high, "reduction"), MemoryBound(row, row, "gather")]
+                is_long = vocab * local.implementation.logits_bytes > SHARED_ROW_BYTES
+                reads = 3 if is_long and local.implementation.loss_temporaries > 1 else 1
+                return [*found, MemoryBound(reads * high, high, "reduction"), MemoryBound(row, row, "gather")]
             copies = [MemoryBound(high, high)] if local.implementation.loss_clones_logits else []
             return [
                 *found,
@@ -119,7 +125,7 @@ class LanguageModelLoss(Kind):
             # Softmax minus one-hot, times the incoming gradient; cast back; product.
             found = [MemoryBound(row, row, "gather"), MemoryBound(high, high)]
             if local.implementation.fused_loss and local.implementation.loss_temporaries > 1:
-                # Torch: the gradient of the log-softmax is set to zero and one entry a row written, then read again.
+                # Torch's: the gradient of the log-softmax is set to zero and one entry a row written, then read again.
                 found = [
                     MemoryBound(0.0, high),
                     MemoryBound(row, row, "gather"),

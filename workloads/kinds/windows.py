@@ -23,7 +23,7 @@ class _Rearrangement(Kind):
         if phase == BACKWARD_WEIGHT:
             return []
         size = size_bytes(local, local.outputs)
-        return [MemoryBound(size, size)]
+        return [MemoryBound(size, size, "strided")]
 
     def _check(self, attributes: Attributes, shape: Shape) -> None:
         require_rank(self.name, shape, 3, "(samples, tokens, features)")

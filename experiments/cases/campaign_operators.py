@@ -1,0 +1,67 @@
+"""The operators that a campaign's cases hold profiles of, with the kernels that the model says they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.cases.campaigns import units_of
+from hardware_models.profile import ProfileRow
+from simulator.problem import Problem
+from workloads.kernels import Kernel
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Local
+from workloads.local import localize
+from workloads.operators import Operator
+
+
+@dataclass(frozen=True)
+class MeasuredOperator:
+    """One row of a profile.
+
+    Attributes:
+        unit, model: Of the campaign.
+        problem: With the profile.
+        operator: The first that has the row's role.
+        count: Operators that have it.
+        row: What was measured.
+        local: Its shapes on one device.
+        forward, backward: Kernels of either pass.
+    """
+
+    unit: str
+    model: str
+    problem: Problem
+    operator: Operator
+    count: int
+    row: ProfileRow
+    local: Local
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+
+
+def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
+    """Yield the rows of every unit's profile, but of roles whose operators are of several shapes: a row is their mean.
+
+    Raises:
+        DataFileError: If the file of cases breaks a rule.
+    """
+    for unit, model, problem in units_of(path):
+        workload, profile = problem.workload, problem.hardware.operator_profile
+        assert profile is not None, unit
+        indices: dict[str, list[int]] = {}
+        for index, op in enumerate(workload.operators):
+            indices.setdefault(op.role, []).append(index)
+        for row in profile.rows:
+            own = indices[row.role]
+            shapes = {workload.input_shapes(index, row.samples) for index in own}
+            if len(shapes) > 1 or row.tensor_size > 1:
+                continue
+            op = workload.operators[own[0]]
+            local = localize(op.definition, op.attributes, shapes.pop(), [], problem.runtime.implementation)
+            forward, *backward = (
+                tuple(op.definition.kernels(phase, local)) for phase in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+            )
+            yield MeasuredOperator(
+                unit, model, problem, op, len(own), row, local, forward, tuple(each for part in backward for each in part)
+            )

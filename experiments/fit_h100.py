@@ -1,0 +1,107 @@
+"""Fit the H100's curves and the host of the executor to profiling runs of the campaign ``single-gpu``.
+
+Used: the operators of GPT 350M and 2.6B and LLaMA 1B, one by one, as profiled on one H100 (``campaigns.CALIBRATED``; torch 2.11,
+CUDA 13.0). Their plans are in no group that is predicted without a profile. Reported: the operators of the campaign's
+other models, those of a second H100, and those of ``single-gpu-families``. Left out: backward passes
+that autograd adds gradients of other operators to, norms (one block of threads a row or a channel: see the note of the
+curves), embeddings and convolutions, and what takes less than 30 us.
+
+The executor's host is that of GPT 350M's smallest microbatch in ``single-gpu-small`` (one H200), where operators were
+timed host and all. Held back one by one, as on the H100, an operator's host takes up to twice what it takes in a row.
+
+Run: ``python -m experiments.fit_h100`` (needs no data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import mean
+
+from experiments.cases.campaign_operators import measured_operators
+from experiments.cases.campaigns import CALIBRATED, FOLDER
+from hardware_models.calibration.fit_a100 import ATTENTION, MATMUL
+from hardware_models.calibration.kernel_fit import KernelRow, Parameter, fit, report
+from hardware_models.gpus import EfficiencyCurves, load_curves, load_gpu
+from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+GPU, CURVES, CAMPAIGN = "h100-sxm5-80gb", "hopper", "single-gpu"
+HOST_CAMPAIGN, HOST_UNITS = "single-gpu-small", ("gpt-350m bf16", "gpt-350m bf16-flash")
+REPORTED = ("single-gpu-second", "single-gpu-families")
+ELSEWHERE = ("add", "dropout_add", "relu")
+"""Backward passes that also add up the gradients of what several operators read, or do not where the model has it."""
+NORMS = ("layer_norm", "rms_norm", "batch_norm", "shortcut")
+LEFT_OUT = (*NORMS, "embedding", "patch_embedding", "conv2d", "max_pool", "global_average_pool", "classifier_loss")
+SHORTEST_S = 30e-6
+MEMORY = (Parameter("fraction.strided", 0.6, 0.2, 1.0),)
+"""The other fractions are the A100's, which these rows bear out (GELU -7 and -1 %, softmax backward +1)."""
+GRADIENT = Parameter("limit.gradient", 0.8, 0.3, 1.0)
+"""Of both gradients: a row of backward is their sum."""
+PARAMETERS = {"bf16": (*MATMUL, GRADIENT, *MEMORY, *ATTENTION), "fp32": (MATMUL[0], GRADIENT)}
+
+
+def kernel_rows(campaign: str, dtype: str) -> Iterator[tuple[bool, KernelRow]]:
+    """Yield the passes that a campaign's cases hold profiles of, and whether they are of models that are fitted on."""
+    for each in measured_operators(FOLDER / f"{campaign}.yaml"):
+        if each.problem.runtime.implementation.dtype != dtype or each.operator.kind in LEFT_OUT:
+            continue
+        of_fit = campaign == CAMPAIGN and each.model in CALIBRATED[CAMPAIGN]
+        for word, kernels, seconds in (
+            ("forward", each.forward, each.row.forward_s),
+            ("backward", each.backward, each.row.backward_s),
+        ):
+            is_elsewhere = word == "backward" and each.operator.kind in ELSEWHERE
+            if kernels and seconds > SHORTEST_S and not is_elsewhere:
+                label = f"{each.unit} {each.row.role} of {each.row.samples}"
+                yield of_fit, KernelRow(f"{each.operator.kind} {word}", kernels, seconds, label)
+
+
+def executor_host() -> tuple[float, float]:
+    """Return seconds of the executor's host per operator forward and backward, beside launches: the mean of HOST_UNITS.
+
+    Operators were timed with their host there, which sets the pace of what kernels take less than half of.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for each in measured_operators(FOLDER / f"{HOST_CAMPAIGN}.yaml"):
+        hardware, dtype = each.problem.hardware, each.problem.runtime.implementation.dtype
+        own = found.setdefault(each.unit, [[], []])
+        smallest = min(row.samples for row in hardware.operator_profile.rows) if hardware.operator_profile else 0
+        if each.unit not in HOST_UNITS or each.row.samples > smallest:
+            continue
+        kind, gpu = each.operator.definition, each.problem.gpu_types[0]
+        for place, seconds, kernels, phases in (
+            (0, each.row.forward_s, each.forward, (FORWARD,)),
+            (1, each.row.backward_s, each.backward, (BACKWARD_INPUT, BACKWARD_WEIGHT)),
+        ):
+            busy_s = sum(hardware.kernel_time_s(gpu, kernel, dtype) for kernel in kernels)
+            calls = sum(kind.num_calls(phase, each.local) for phase in phases)
+            if calls and busy_s < seconds / 2:
+                beside_s = (seconds - len(kernels) * hardware.launch_s(gpu)) / calls
+                own[place] += [beside_s] * (calls * each.count)
+    forward, backward = (mean(mean(found[unit][place]) for unit in HOST_UNITS) for place in range(2))
+    return forward, backward
+
+
+def fitted_curves(dtype: str, progress: Callable[[str], None] = print) -> EfficiencyCurves:
+    """Return the curves that fit best, of one type of numbers."""
+    rows = [row for of_fit, row in kernel_rows(CAMPAIGN, dtype) if of_fit]
+    return fit(load_gpu(GPU), load_curves(CURVES), dtype, PARAMETERS[dtype], rows, "this run", progress)
+
+
+def main() -> None:
+    """Fit, and print constants and residuals."""
+    gpu = load_gpu(GPU)
+    for dtype in PARAMETERS:
+        curves = fitted_curves(dtype)
+        rows = list(kernel_rows(CAMPAIGN, dtype))
+        for title, chosen in (
+            ("fit rows", [row for of_fit, row in rows if of_fit]),
+            ("other models", [row for of_fit, row in rows if not of_fit]),
+            *((campaign, [row for _, row in kernel_rows(campaign, dtype)]) for campaign in REPORTED),
+        ):
+            report(f"{dtype}, {title}", gpu, curves, dtype, chosen)
+    forward_s, backward_s = executor_host()
+    print(f"host_seconds_per_operator: [{forward_s:.3g}, {backward_s:.3g}]")
+
+
+if __name__ == "__main__":
+    main()
