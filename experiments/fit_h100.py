@@ -1,9 +1,9 @@
 """Fit the H100's curves and the host of the executor to profiling runs of the campaign ``single-gpu``.
 
-Used: the operators of GPT 350M and 2.6B and LLaMA 1B, one by one, as profiled on one H100 (``campaigns.CALIBRATED``; torch 2.11,
-CUDA 13.0). Their plans are in no group that is predicted without a profile. Reported: the operators of the campaign's
-other models, those of a second H100, and those of ``single-gpu-families``. Left out: backward passes
-that autograd adds gradients of other operators to, norms (one block of threads a row or a channel: see the note of the
+Used: the operators of GPT 350M and 2.6B and LLaMA 1B, one by one, as profiled on one H100 (``campaigns.CALIBRATED``;
+torch 2.11, CUDA 13.0). Their plans are in no group that is predicted without a profile. Reported: the operators of the
+campaign's other models, those of a second H100, and those of ``single-gpu-families``. Left out: backward passes that
+autograd adds gradients of other operators to, norms (one block of threads a row or a channel: see the note of the
 curves), embeddings and convolutions, and what takes less than 30 us.
 
 The executor's host is that of GPT 350M's smallest microbatch in ``single-gpu-small`` (one H200), where operators were

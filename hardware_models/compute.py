@@ -238,8 +238,8 @@ ATTENTION_TILE = 128
 """Queries of one head that a block of FlashAttention-2 works on forward, keys backward (Dao 2023, section 3.2)."""
 
 ATTENTION_WIDTHS = {1: (16, 32, 64, 128), 2: (32, 64, 96, 128, 192, 256)}
-"""Head sizes that its kernels are built for, by generation; others are worked on as the next one. The Triton port rounds
-up to powers of two (``flash_attn_triton.py``, ``BLOCK_HEADDIM``), the second has templates
+"""Head sizes that its kernels are built for, by generation; others are worked on as the next one. The Triton port
+rounds up to powers of two (``flash_attn_triton.py``, ``BLOCK_HEADDIM``), the second has templates
 (``csrc/flash_attn/src/static_switch.h``, ``HEADDIM_SWITCH``)."""
 
 

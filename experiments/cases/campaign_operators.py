@@ -62,6 +62,4 @@ def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
             forward, *backward = (
                 tuple(op.definition.kernels(phase, local)) for phase in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
-            yield MeasuredOperator(
-                unit, model, problem, op, len(own), row, local, forward, tuple(each for part in backward for each in part)
-            )
+            yield MeasuredOperator(unit, model, problem, op, len(own), row, local, forward, sum(backward, ()))

@@ -30,8 +30,8 @@ from workloads.registry import build_from_spec
 
 FOLDER = PRINTED / "campaigns"
 CALIBRATED = {"single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b")}
-"""Models whose profiling runs the GPU's curves are fitted on (``experiments.fit_h100``), by campaign: their plans are in
-no group that is predicted without a profile."""
+"""Models whose profiling runs the GPU's curves are fitted on (``experiments.fit_h100``), by campaign: their plans are
+in no group that is predicted without a profile."""
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 

@@ -31,7 +31,7 @@ def test_the_shipped_curves_are_those_of_the_fit(dtype: str) -> None:
     ("dtype", "campaign", "mean", "together"),
     [("bf16", CAMPAIGN, 0.08, 0.02), ("fp32", CAMPAIGN, 0.1, 0.02), ("bf16", "single-gpu-second", 0.09, 0.04)],
 )
-def test_operators_that_were_not_fitted_on_are_predicted(dtype: str, campaign: str, mean: float, together: float) -> None:
+def test_operators_not_fitted_on_are_predicted(dtype: str, campaign: str, mean: float, together: float) -> None:
     gpu, curves = load_gpu(GPU), load_curves(CURVES)
     rows = [row for of_fit, row in kernel_rows(campaign, dtype) if not of_fit]
     assert len(rows) > 80
@@ -41,7 +41,8 @@ def test_operators_that_were_not_fitted_on_are_predicted(dtype: str, campaign: s
 
 
 def test_plans_of_models_that_were_fitted_on_are_not_reported_without_a_profile() -> None:
-    reported = {case.features["model"] for case in cases_of(FOLDER / f"{CAMPAIGN}.yaml") if "modelled" in case.groups[0]}
+    cases = cases_of(FOLDER / f"{CAMPAIGN}.yaml")
+    reported = {case.features["model"] for case in cases if "modelled" in case.groups[0]}
     assert len(reported) == 5 and not reported & set(CALIBRATED[CAMPAIGN])
 
 

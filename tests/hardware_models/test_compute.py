@@ -71,7 +71,7 @@ def test_passes_with_strides_are_priced_as_others_where_they_were_not_measured()
     h100 = HardwareModel.from_name("h100-dgx:1x1")
     for hardware, gpu, slower in ((A100, A100_GPU, 1.0), (h100, "h100-sxm5-80gb", 0.9 / 0.51)):
         dense, strided = (
-            hardware.kernel_time_s(gpu, MemoryBound(1e9, 1e9, pattern), "bf16") for pattern in ("elementwise", "strided")
+            hardware.kernel_time_s(gpu, MemoryBound(1e9, 1e9, word), "bf16") for word in ("elementwise", "strided")
         )
         assert strided == pytest.approx(slower * dense)
 
