@@ -14,6 +14,7 @@ Run: ``python -m experiments.fit_h100`` (needs no data)
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from statistics import mean
 
@@ -89,6 +90,7 @@ def fitted_curves(dtype: str, progress: Callable[[str], None] = print) -> Effici
 
 def main() -> None:
     """Fit, and print constants and residuals."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     gpu = load_gpu(GPU)
     for dtype in PARAMETERS:
         curves = fitted_curves(dtype)

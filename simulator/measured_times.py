@@ -53,8 +53,9 @@ def _operators(problem: Problem, shipped: HardwareModel, file: str) -> Iterator[
     profile = problem.hardware.operator_profile
     if profile is None or profile.dtype != problem.runtime.implementation.dtype:
         return
-    operators = problem.workload.operators
-    first = {op.role: index for index, op in reversed(list(enumerate(operators)))}
+    workload = problem.workload
+    first = {op.role: index for index, op in reversed(list(enumerate(workload.operators)))}
+    first |= {role: index for index, role in reversed(list(enumerate(workload.profile_roles)))}
     rows = [row for row in profile.rows if row.role in first]
     lowest = min((row.tensor_size for row in rows), default=1)
     costs = CostTables(replace(problem, hardware=shipped))

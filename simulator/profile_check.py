@@ -37,7 +37,7 @@ def check_profile(
     if profile is None:
         return
     others = calibration.collectives or calibration.gpus or calibration.links or calibration.networks
-    known = {op.role for op in workload.operators} & set(profile.roles)
+    known = {op.role for op in workload.operators}.union(workload.profile_roles) & set(profile.roles)
     dtype = runtime.implementation.dtype
     if not others and not known:
         raise ValueError(
@@ -57,8 +57,9 @@ def _check_sizes(profile: OperatorProfile, workload: Workload) -> None:
     elements: dict[str, set[int]] = {}
     outputs: dict[str, set[int]] = {}
     for index, op in enumerate(workload.operators):
-        elements.setdefault(op.role, set()).add(sum(prod(each.shape) for each in workload.parameters(index)))
-        outputs.setdefault(op.role, set()).add(sum(prod(workload.tensors[name]) for name in op.outputs))
+        for role in {op.role, workload.profile_roles[index]}:
+            elements.setdefault(role, set()).add(sum(prod(each.shape) for each in workload.parameters(index)))
+            outputs.setdefault(role, set()).add(sum(prod(workload.tensors[name]) for name in op.outputs))
     # What tensor parallelism leaves of an operator is its own matter.
     whole = [row for row in profile.rows if row.tensor_size == 1 and row.split == "default" and row.role in elements]
     for row in whole:

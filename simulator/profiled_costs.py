@@ -12,7 +12,7 @@ from simulator.operator_cost import OperatorCost
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import Segment
-from workloads.operators import Operator
+from workloads.operators import Operator, Workload
 
 Modelled = Callable[[Sharding, int], OperatorCost]
 """What the model says of an operator, so split, with so many samples a rank."""
@@ -48,8 +48,9 @@ def with_profile(
     measured_as = profiled_as(op, sharding)
     if measured_as is None:
         return cost
-    found = profile.lookup(op.role, samples, *measured_as)
-    nearest = None if found else _nearest(profile, op.role, samples, *measured_as)
+    role = profile_role(profile, problem.workload, index)
+    found = profile.lookup(role, samples, *measured_as)
+    nearest = None if found else _nearest(profile, role, samples, *measured_as)
     if nearest is not None:
         there = modelled_at(_split_as(op, sharding, nearest.tensor_size, nearest.split), nearest.samples)
         found = ProfileLookup(_grown(nearest, there, cost, kernels_only=profile.kernels_only), "modelled")
@@ -72,6 +73,12 @@ def with_profile(
         includes_collectives=row.includes_collectives,
         has_waited=not profile.kernels_only,
     )
+
+
+def profile_role(profile: OperatorProfile, workload: Workload, index: int) -> str:
+    """Return the role under which a profile has an operator: its own, else the mean's of all that share its role."""
+    own = workload.profile_roles[index]
+    return own if own in profile.roles else workload.operators[index].role
 
 
 def _nearest(

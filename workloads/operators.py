@@ -105,13 +105,30 @@ class Workload:
 
     def _signature_key(self, op: Operator) -> object:
         return (
-            op.kind,
+            self._work_key(op),
             op.role,
-            tuple(sorted(op.attributes.items())),
-            tuple(self.tensors[name] for name in op.inputs),
             (op.tensor_split, op.alternative_split, op.sequence_split),
             tuple(sorted(op.ties.items())),
         )
+
+    @cached_property
+    def profile_roles(self) -> tuple[str, ...]:
+        """Per operator, its name in profiles: its role, with a number where operators of the role differ in their work.
+
+        Of other kinds, attributes or shapes, numbered from 1 as they first appear: ``norm_1.3`` of a Swin Transformer,
+        whose third stage has norms of another width.
+        """
+        numbers: dict[str, dict[object, int]] = {}
+        for op in self.operators:
+            own = numbers.setdefault(op.role, {})
+            own.setdefault(self._work_key(op), len(own) + 1)
+        return tuple(
+            f"{op.role}.{own[self._work_key(op)]}" if len(own := numbers[op.role]) > 1 else op.role
+            for op in self.operators
+        )
+
+    def _work_key(self, op: Operator) -> object:
+        return op.kind, tuple(sorted(op.attributes.items())), tuple(self.tensors[name] for name in op.inputs)
 
     def input_shapes(self, index: int, samples: int) -> tuple[Shape, ...]:
         """Return the global input shapes of operator ``index`` for ``samples`` samples."""

@@ -203,13 +203,14 @@ def _rows(
             replicas = 1 if plan.rotates else batch_degree(placed)
             for size in sorted(sizes):
                 samples = -(-size // replicas)
-                key = (op.role, block, placed, samples)
+                role = workload.profile_roles[index]
+                key = (role, block, placed, samples)
                 if key in seen:
                     continue
                 seen.add(key)
                 cost = costs.operator(index, placed, samples, gpu_type)
                 row = ProfileRow(
-                    role=op.role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
+                    role=role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
                     forward_s=_takes_s(cost.forward, problem), backward_s=_takes_s(cost.backward, problem),
                     saved_bytes=float(sum(size for _, size in cost.saved)),
                     forward_workspace_bytes=cost.workspace_forward_bytes,

@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from datafiles.words import counted
+from experiments.calibrate.layer_kinds import layers_by_kind, outside_kinds
 from hardware_models.calibrated import FitRecord
 from hardware_models.calibration.outcome import Point, fit_record
 from hardware_models.calibration.series_fit import fit_series
@@ -53,7 +54,7 @@ def calibrate_layers(
         ValueError: If the model has another number of kinds of layers than the files.
     """
     problem = ProblemSpec(model, cluster, runtime, 1).load()
-    by_kind = _layers_by_kind(problem)
+    by_kind = layers_by_kind(problem.workload)
     kinds = [layers[0] for layers in by_kind]
     times = [time for file in files for time in file.layers]
     _check_length(times, problem, kinds)
@@ -72,17 +73,17 @@ def calibrate_layers(
             )
         if time.samples not in tables:
             tables[time.samples] = costs.table((), time.samples, problem.gpu_types[0])
-        members = kinds[time.layer_type] if time.layer_type >= 0 else _outside(problem, kinds)
-        modelled = sum(float(tables[time.samples].forward_s[index]) for index in members)
+        layers = by_kind[time.layer_type] if time.layer_type >= 0 else [outside_kinds(problem.workload, by_kind)]
+        members = [index for layer in layers for index in layer]
+        modelled = sum(float(tables[time.samples].forward_s[index]) for index in members) / len(layers)
         what = f"layer kind {time.layer_type}" if time.layer_type >= 0 else "outside layers"
         if time.seconds <= 0:
             impossible.append(f"{what} at {counted(time.samples, 'sample')}")
         if time.seconds <= 0 or modelled <= 0:
             continue
         points.append(Point(what, time.seconds, modelled))
-        weight = len(by_kind[time.layer_type]) if time.layer_type >= 0 else 1
         for count, row in _rows(problem, costs, members, time, time.seconds / modelled, source):
-            rows.setdefault((row.role, row.samples), []).append((time.layer_type, weight * count, row))
+            rows.setdefault((row.role, row.samples), []).append((time.layer_type, count, row))
     for group in dict.fromkeys(point.group for point in points):
         members_of = [point for point in points if point.group == group]
         fits.append(fit_record(f"{group}: forward, shipped model against measured", "checked", members_of))
@@ -114,8 +115,8 @@ def calibrate_layers(
     spread = max(map(_spread_over_kinds, rows.values()), default=1.0)
     if spread > 1 + ALIKE:
         notes.append(
-            f"operators of one name were measured in layers of several kinds, up to {spread:.3g} times as long in one "
-            "as in another; a profile has one time for a name, so each has their mean over the model's layers"
+            f"operators that do the same work were measured in layers of several kinds, up to {spread:.3g} times as "
+            "long in one as in another; each has their mean over the model's layers"
         )
     return LayerCalibration(
         operators if rows else None, tuple(fits), (*points, *memory), tuple(notes)
@@ -130,23 +131,6 @@ def _check_length(times: Sequence[LayerTime], problem: Problem, kinds: Sequence[
             f"the model must have the files' sequences of {', '.join(sorted(lengths))} tokens, "
             f"{problem.workload.name} has {own}; name a model file with that seq_len"
         )
-
-
-def layer_kinds(problem: Problem) -> list[list[int]]:
-    """Return operators of the first layer of each repeated kind, kinds in order of appearance."""
-    return [layers[0] for layers in _layers_by_kind(problem)]
-
-
-def _layers_by_kind(problem: Problem) -> list[list[list[int]]]:
-    """Return operators of each layer of each repeated kind."""
-    workload = problem.workload
-    by_layer: dict[int, list[int]] = {}
-    for index, op in enumerate(workload.operators):
-        by_layer.setdefault(op.layer, []).append(index)
-    seen: dict[tuple[int, ...], list[list[int]]] = {}
-    for members in by_layer.values():
-        seen.setdefault(tuple(workload.signatures[index] for index in members), []).append(members)
-    return [layers for layers in seen.values() if len(layers) > 1]
 
 
 def _is_other_length(seq_len: str, problem: Problem, kinds: Sequence[Sequence[int]]) -> bool:
@@ -174,22 +158,16 @@ def _mean(rows: Sequence[tuple[int, ProfileRow]]) -> ProfileRow:
     )
 
 
-def _outside(problem: Problem, kinds: Sequence[Sequence[int]]) -> list[int]:
-    signatures = problem.workload.signatures
-    inside = {signatures[index] for members in kinds for index in members}
-    return [index for index in range(len(problem.workload)) if signatures[index] not in inside]
-
-
 def _rows(
     problem: Problem, costs: CostTables, members: Sequence[int], time: LayerTime, factor: float, source: str
 ) -> list[tuple[int, ProfileRow]]:
-    """Return the rows of a layer's operators, by how many operators each is the mean of."""
+    """Return the rows of the operators of a kind's layers, by how many each is the mean of."""
     found: dict[str, list[tuple[int, ProfileRow]]] = {}
     for index in members:
-        op = problem.workload.operators[index]
+        role = problem.workload.profile_roles[index]
         cost = costs.operator(index, (), time.samples, problem.gpu_types[0])
         row = ProfileRow(
-            role=op.role, samples=time.samples, tensor_size=1, split="default",
+            role=role, samples=time.samples, tensor_size=1, split="default",
             forward_s=cost.forward.device_s * factor, backward_s=cost.backward.device_s * factor,
             saved_bytes=float(sum(size for _, size in cost.saved)),
             forward_workspace_bytes=cost.workspace_forward_bytes,
@@ -198,7 +176,7 @@ def _rows(
             parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
             includes_collectives=False, num_groups=1, source=source,
         )  # fmt: skip
-        found.setdefault(op.role, []).append((1, row))
+        found.setdefault(role, []).append((1, row))
     return [(len(same), _mean(same)) for same in found.values()]
 
 

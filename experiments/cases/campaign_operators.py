@@ -22,7 +22,7 @@ class MeasuredOperator:
     Attributes:
         unit, model: Of the campaign.
         problem: With the profile.
-        operator: The first that has the row's role.
+        operator: The first that has the row's role (``Workload.profile_roles``).
         count: Operators that have it.
         row: What was measured.
         local: Its shapes on one device.
@@ -41,7 +41,7 @@ class MeasuredOperator:
 
 
 def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
-    """Yield the rows of every unit's profile, but of roles whose operators are of several shapes: a row is their mean.
+    """Yield the rows of every unit's profile.
 
     Raises:
         DataFileError: If the file of cases breaks a rule.
@@ -50,15 +50,14 @@ def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
         workload, profile = problem.workload, problem.hardware.operator_profile
         assert profile is not None, unit
         indices: dict[str, list[int]] = {}
-        for index, op in enumerate(workload.operators):
-            indices.setdefault(op.role, []).append(index)
+        for index, role in enumerate(workload.profile_roles):
+            indices.setdefault(role, []).append(index)
         for row in profile.rows:
-            own = indices[row.role]
-            shapes = {workload.input_shapes(index, row.samples) for index in own}
-            if len(shapes) > 1 or row.tensor_size > 1:
+            if row.tensor_size > 1:
                 continue
-            op = workload.operators[own[0]]
-            local = localize(op.definition, op.attributes, shapes.pop(), [], problem.runtime.implementation)
+            own = indices[row.role]
+            op, shapes = workload.operators[own[0]], workload.input_shapes(own[0], row.samples)
+            local = localize(op.definition, op.attributes, shapes, [], problem.runtime.implementation)
             forward, *backward = (
                 tuple(op.definition.kernels(phase, local)) for phase in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )

@@ -157,11 +157,11 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
         "bert-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 8, profile=str(tmp_path / "out" / "c.json")
     )
     problem = spec.load()
-    from experiments.calibrate.layers import layer_kinds
+    from experiments.calibrate.layer_kinds import layers_by_kind
     from simulator.costs import CostTables
 
     table = CostTables(problem).table((), 4, problem.gpu_types[0])
-    (members,) = layer_kinds(problem)
+    ((members, *_),) = layers_by_kind(problem.workload)
     assert sum(table.forward_s[index] for index in members) == pytest.approx(8.5e-3, rel=1e-6)
     bare = CostTables(replace(spec, profile=None).load()).table((), 4, problem.gpu_types[0])
     backward, forward = (sum(seconds[index] for index in members) for seconds in (bare.backward_s, bare.forward_s))
@@ -176,7 +176,8 @@ def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_p
 @pytest.mark.parametrize(("size", "samples"), [("1_3B", 1), ("1_3B", 4), ("2_6B", 4), ("6_7B", 4)])
 def test_forward_times_of_layers_tell_the_backward_times_that_were_measured(size: str, samples: int) -> None:
     """Aceso timed both. Twice forward, as Galvatron's cost model has it, is 23 to 36 % too long for these."""
-    from experiments.calibrate.layers import calibrate_layers, layer_kinds
+    from experiments.calibrate.layer_kinds import layers_by_kind
+    from experiments.calibrate.layers import calibrate_layers
 
     rows = {
         row.role: row
@@ -185,7 +186,7 @@ def test_forward_times_of_layers_tell_the_backward_times_that_were_measured(size
     }
     model, cluster, runtime = f"gpt3-{size.lower().replace('_', '.')}", "v100-32g-dgx1:1x1", "megatron-lm-2021"
     problem = ProblemSpec(model, cluster, runtime, samples).load()
-    roles = [problem.workload.operators[index].role for index in layer_kinds(problem)[0]]
+    roles = [problem.workload.operators[index].role for index in layers_by_kind(problem.workload)[0][0]]
     forward, backward = (sum(getattr(rows[role], word) for role in roles) for word in ("forward_s", "backward_s"))
     file = GalvatronFile(layers=(LayerTime(0, samples, forward),))
     found = calibrate_layers([file], model, cluster, runtime, "test").operators

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from experiments.calibrate.galvatron import galvatron
-from experiments.calibrate.layers import _layers_by_kind, calibrate_layers, layer_kinds
+from experiments.calibrate.layer_kinds import layers_by_kind, outside_kinds
+from experiments.calibrate.layers import calibrate_layers
 from experiments.calibrate.sources import _trace_rows, kineto
 from hardware_models.calibration.outcome import Outcome
 from hardware_models.gpus import load_curves, load_gpu
@@ -17,6 +18,7 @@ from hardware_models.importers.galvatron import GalvatronFile, LayerTime
 from hardware_models.importers.kineto import Collective
 from simulator.problem import ProblemSpec
 from tests.hardware_models.test_importer_kineto import GEMM, REDUCE, Maker, collective
+from workloads.operators import Workload
 
 GPU = "a100-sxm4-80gb"
 
@@ -93,21 +95,41 @@ def test_activations_of_every_tensor_parallel_degree_are_compared(tmp_path: Path
     assert [point.group for point in points].count("layer kind 0: activations of a sample") == 2
 
 
-def test_kinds_of_layers_that_share_names_of_operators_have_their_mean_and_a_note() -> None:
-    """Two kinds of Swin, 13 and 12 of its 26 layers, 40 and 20 ms: their sum is right, their shares cannot be."""
-    times = (LayerTime(0, 8, 0.04), LayerTime(1, 8, 0.02))
-    one = ProblemSpec("swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", 1).load()
-    kinds = _layers_by_kind(one)[:2]
-    found = calibrate_layers([GalvatronFile(layers=times)], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t")
+def of_kinds(model: str, *times: LayerTime) -> tuple[dict[str, float], Workload, tuple[str, ...]]:
+    """Return forward seconds by role that layers of a model make, the model, and the notes."""
+    found = calibrate_layers([GalvatronFile(layers=times)], model, "titan-rtx-pcie:1x1", "galvatron-v1", "t")
     assert found.operators is not None
-    taken = {row.role: row.forward_s for row in found.operators.rows}
-    both_s = sum(taken[one.workload.operators[index].role] for layers in kinds for layer in layers for index in layer)
-    assert both_s == pytest.approx(0.04 * 13 + 0.02 * 12, rel=1e-9)
-    assert any("operators of one name were measured in layers of several kinds" in note for note in found.notes)
-    alike = calibrate_layers(
-        [GalvatronFile(layers=times[:1])], "swin-huge-32", "titan-rtx-pcie:1x1", "galvatron-v1", "t"
+    workload = ProblemSpec(model, "titan-rtx-pcie:1x1", "galvatron-v1", 1).load().workload
+    return {row.role: row.forward_s for row in found.operators.rows}, workload, found.notes
+
+
+def test_each_stage_of_swin_is_a_kind_of_layers_with_times_of_its_own() -> None:
+    """As Galvatron's files number them, of 2, 2, 26 and 2 layers; patch merging lies outside."""
+    seconds = (0.05, 0.04, 0.02, 0.03)
+    taken, workload, notes = of_kinds("swin-huge-32", *(LayerTime(kind, 8, each) for kind, each in enumerate(seconds)))
+    kinds = layers_by_kind(workload)
+    assert [len(layers) for layers in kinds] == [2, 2, 26, 2]
+    for layers, each in zip(kinds, seconds, strict=True):
+        whole = sum(taken[workload.profile_roles[index]] for members in layers for index in members)
+        assert whole == pytest.approx(len(layers) * each, rel=1e-9)
+    outside = {workload.operators[index].role for index in outside_kinds(workload, kinds)}
+    assert {"merge", "merge_norm", "merge_linear", "final_norm", "loss"} <= outside
+    assert not outside & {"norm_1", "attention_qkv", "mlp_linear_2"} and not any("same work" in note for note in notes)
+
+
+def test_operators_that_do_the_same_work_in_several_kinds_have_their_mean_and_a_note(tmp_path: Path) -> None:
+    """GNMT's sums, where source and target are of one length: in 6 layers of the encoder and 6 of the decoder."""
+    path = tmp_path / "gnmt.yaml"
+    path.write_text(
+        "{family: gnmt, encoder_layers: 8, decoder_layers: 8, hidden: 64, vocab: 512, seq_len: 16, decoder_seq_len: 16}"
     )
-    assert not any("of one name" in note for note in alike.notes)
+    taken, workload, notes = of_kinds(str(path), LayerTime(0, 8, 0.04), LayerTime(1, 8, 0.02))
+    kinds = layers_by_kind(workload)
+    assert [len(layers) for layers in kinds] == [6, 6]
+    both_s = sum(taken[workload.profile_roles[index]] for layers in kinds for layer in layers for index in layer)
+    assert both_s == pytest.approx(6 * 0.04 + 6 * 0.02, rel=1e-9)
+    assert any("operators that do the same work were measured in layers of several kinds" in note for note in notes)
+    assert not any("same work" in note for note in of_kinds(str(path), LayerTime(0, 8, 0.04))[2])
 
 
 def test_layers_of_other_sequences_beside_the_models_own_are_left_out(tmp_path: Path) -> None:
@@ -115,7 +137,7 @@ def test_layers_of_other_sequences_beside_the_models_own_are_left_out(tmp_path: 
     longer = {"layernum[2]_bsz8_seq1024": 40.0, "layernum[4]_bsz8_seq1024": 62.0}
     taken = [layer_files(tmp_path, {"layers.json": times}) for times in (own, {**own, **longer})]
     rows = [each.calibration.operators.rows for each in taken if each.calibration.operators is not None]
-    assert rows[0] == rows[1] and not any("of one name" in note for note in taken[1].notes)
+    assert rows[0] == rows[1] and not any("same work" in note for note in taken[1].notes)
 
 
 def test_one_kind_measured_twice_has_its_mean_without_a_note() -> None:
@@ -126,17 +148,15 @@ def test_one_kind_measured_twice_has_its_mean_without_a_note() -> None:
     )
     assert both.operators is not None and first.operators is not None
     taken, alone = (sum(row.forward_s for row in each.operators.rows) for each in (both, first) if each.operators)
-    assert taken == pytest.approx(0.75 * alone) and not any("of one name" in note for note in both.notes)
+    assert taken == pytest.approx(0.75 * alone) and not any("same work" in note for note in both.notes)
 
 
-def test_shares_of_kinds_are_by_how_many_layers_each_has() -> None:
-    """VGG-19 (configuration E): two convolutions of 256 maps between the first and the one before a pool, two of 512,
-    and three on 14 x 14, where the first is like them.
-    """
-    times = (LayerTime(0, 8, 0.05), LayerTime(1, 8, 0.03), LayerTime(2, 8, 0.01))
-    found = calibrate_layers([GalvatronFile(layers=times)], "vgg-19", "titan-rtx-pcie:1x1", "galvatron-v1", "t")
-    assert found.operators is not None
-    taken = {row.role: row.forward_s for row in found.operators.rows}
-    one = ProblemSpec("vgg-19", "titan-rtx-pcie:1x1", "galvatron-v1", 1).load()
-    layer_s = [sum(taken[one.workload.operators[index].role] for index in kind) for kind in layer_kinds(one)]
-    assert 2 * layer_s[0] + 2 * layer_s[1] + 3 * layer_s[2] == pytest.approx(2 * 0.05 + 2 * 0.03 + 3 * 0.01, rel=1e-9)
+def test_a_layer_with_a_pool_behind_it_is_of_the_kind_of_those_without() -> None:
+    """VGG-19 (configuration E): of 256 maps three convolutions are alike, of 512 three and, on 14 x 14, four."""
+    seconds = (0.05, 0.03, 0.01)
+    taken, workload, _ = of_kinds("vgg-19", *(LayerTime(kind, 8, each) for kind, each in enumerate(seconds)))
+    kinds = layers_by_kind(workload)
+    assert [len(layers) for layers in kinds] == [3, 3, 4]
+    for layers, each in zip(kinds, seconds, strict=True):
+        for members in layers:
+            assert sum(taken[workload.profile_roles[index]] for index in members) == pytest.approx(each, rel=1e-9)

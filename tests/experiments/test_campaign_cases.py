@@ -13,7 +13,8 @@ from experiments.accuracy.groups import groups
 from experiments.accuracy.run import run_case
 from experiments.campaign_cases import FORMAT, hardware_mapping
 from experiments.cases import campaigns
-from experiments.cases.campaigns import FOLDER, cases_of
+from experiments.cases.campaigns import CALIBRATED, FOLDER, cases_of
+from experiments.cases.case import Case
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.model import HardwareModel
@@ -131,23 +132,32 @@ def test_a_campaign_has_a_group_where_its_cases_are_committed() -> None:
     assert {group for case in campaigns.cases(None) for group in case.groups} == known  # type: ignore[union-attr]
 
 
+def of_group(name: str) -> dict[str, Case]:
+    """Return the cases of a group of the campaign single-gpu, by the plan's row."""
+    return {
+        case.row_id.removesuffix(" on our kernels").removesuffix(" as held"): case
+        for case in cases_of(FOLDER / "single-gpu.yaml")
+        if case.groups == (name,)
+    }
+
+
 def test_where_nothing_is_measured_of_a_gpu_its_preset_predicts() -> None:
-    found = list(cases_of(FOLDER / "single-gpu.yaml"))
-    pairs = list(zip(found[::3], found[1::3], strict=True))
-    for own, modelled in pairs:
-        assert own.groups == ("campaign-single-gpu",) and modelled.groups == ("campaign-single-gpu-modelled",)
-        assert modelled.row_id == f"{own.row_id} on our kernels" and modelled.measured == own.measured
-    own, modelled = (case.problem().hardware for case in pairs[0])
-    assert own.operator_profile is not None and modelled == HardwareModel(parse_cluster("h100-dgx:1x1"))
+    profiled, modelled = of_group("campaign-single-gpu"), of_group("campaign-single-gpu-modelled")
+    left_out = {profiled[row].features["model"] for row in profiled.keys() - modelled.keys()}
+    assert left_out == set(CALIBRATED["single-gpu"]) and modelled.keys() < profiled.keys()
+    assert all(case.measured == profiled[row].measured for row, case in modelled.items())
+    row = next(iter(modelled))
+    own, bare = (case.problem().hardware for case in (profiled[row], modelled[row]))
+    assert own.operator_profile is not None and bare == HardwareModel(parse_cluster("h100-dgx:1x1"))
 
 
 def test_what_the_allocator_held_is_compared_apart() -> None:
-    found = list(cases_of(FOLDER / "single-gpu.yaml"))
-    for own, held in zip(found[::3], found[2::3], strict=True):
-        assert held.groups == ("campaign-single-gpu-reserved",) and held.row_id == f"{own.row_id} as held"
+    profiled, reserved = of_group("campaign-single-gpu"), of_group("campaign-single-gpu-reserved")
+    assert profiled.keys() == reserved.keys()
+    for row, held in reserved.items():
         assert held.measured.peak_is_reserved and held.measured.iteration_time_s is None
-        assert held.measured.peak_bytes is not None and own.measured.peak_bytes is not None
-        assert held.measured.peak_bytes > own.measured.peak_bytes
+        assert held.measured.peak_bytes is not None and profiled[row].measured.peak_bytes is not None
+        assert held.measured.peak_bytes > profiled[row].measured.peak_bytes
 
 
 def test_a_second_machine_is_predicted_with_the_profile_of_the_first() -> None:

@@ -14,7 +14,7 @@ from experiments.calibrate.inferred_ridge import LEVELS, Prior, Sums, choose, pr
 from experiments.cases.case import problem_of, uniform
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
@@ -290,3 +290,11 @@ def test_what_operators_of_a_profile_have_waited_is_not_charged_again() -> None:
         simulate_time_s(run.plan, ones, fidelity=Fidelity().without(*names)) for names in ((), ("host",))
     )
     assert without < whole == pytest.approx(run.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", ["swin-huge-32", "vgg-16", "gnmt-8"])
+def test_operators_of_one_role_and_several_shapes_keep_times_of_their_own(model: str) -> None:
+    problem = ProblemSpec(model, "titan-rtx-pcie:1x2", "galvatron-v1", 16).load()
+    plan = validate(uniform_plan(problem, pp=2, microbatch=2), problem)
+    again = corrected(problem, plan, SHAPE, dict.fromkeys(parts_of(problem, plan, SHAPE), 1.0), "x")
+    assert simulate_time_s(plan, again) == pytest.approx(simulate_time_s(plan, problem), rel=1e-3)

@@ -157,7 +157,7 @@ def test_whole_iterations_take_what_the_simulator_says(model: str, cluster: str,
         ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, zero=2), 1e-3),
         ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, schedule="gpipe"), 1e-3),
         ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2), 1e-3),  # reductions longer than passes
-        ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1"), 0.01),
+        ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1"), 0.012),
         ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=2, dp=4, schedule="interleaved", chunks=2), 0.01),
     ],
 )

@@ -122,7 +122,7 @@ def test_fsdp_reduces_unit_by_unit_whatever_it_shards(runtime: str, tp: int, lev
     ids=["gpt", "bert", "vit", "t5"],
 )
 def test_and_in_other_plans(setting, words, levels) -> None:
-    assert error(setting, mixed_plan(setting, levels, "three quarters", **words)) == pytest.approx(0, abs=0.035)
+    assert error(setting, mixed_plan(setting, levels, "three quarters", **words)) == pytest.approx(0, abs=0.045)
 
 
 def test_a_mix_takes_longer_than_its_quicker_level_and_less_than_the_slower_one() -> None:

@@ -8,7 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hardware_models.cluster import parse_cluster
+from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow, Split
+from hardware_models.runtime_files import load_runtime
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
@@ -17,6 +20,7 @@ from simulator.segments import Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from tests.simulator.problems import small_problem
+from workloads.registry import build_workload
 
 
 def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again() -> None:
@@ -242,3 +246,27 @@ def test_collectives_in_the_rows_of_one_gpu_type_are_charged_on_the_other(order:
     # Both reduce for the embedding and the loss, which no row is of. T4s alone do for layers: two microbatches, four
     # layers, two all-reduces in either pass.
     assert reduced["t4-16gb"] - reduced["v100-sxm2-32gb"] == 2 * 4 * 4
+
+
+def test_operators_of_one_role_have_rows_of_their_own_or_else_their_roles() -> None:
+    """Swin's norms are of four widths: with a row for two of them, the others have that of all."""
+    workload = build_workload("swin-huge-32")
+    hardware, runtime = HardwareModel(parse_cluster("titan-rtx-pcie:1x2")), load_runtime("galvatron-v1")
+    problem = Problem(workload, hardware, runtime, 8)
+    seconds = {"norm_1": 1.0, "norm_1.1": 5.0, "norm_1.4": 0.25}
+    rows = [
+        ProfileRow(
+            role=role, samples=4, tensor_size=1, split="default", forward_s=each, backward_s=2 * each, saved_bytes=0.0,
+            forward_workspace_bytes=0.0, backward_workspace_bytes=0.0, input_bytes=0.0, output_bytes=0.0,
+            parameter_bytes=0.0, includes_collectives=False, num_groups=1, source="test",
+        )
+        for role, each in seconds.items()
+    ]  # fmt: skip
+    profile = OperatorProfile("swin", problem.gpu_types[0], "fp32", tuple(rows), "test")
+    costs = CostTables(replace(problem, hardware=replace(hardware, operator_profile=profile)))
+    found = [
+        costs.operator(index, (), 4, problem.gpu_types[0]).forward.device_s
+        for index, op in enumerate(workload.operators)
+        if op.role == "norm_1"
+    ]
+    assert found == pytest.approx([5.0] * 2 + [1.0] * 2 + [1.0] * 26 + [0.25] * 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch", reason="the executor needs torch (extra: va
 
 from datafiles.errors import DataFileError  # noqa: E402
 from simulator.simulate import simulate  # noqa: E402
+from validation.campaigns import definition  # noqa: E402
 from validation.campaigns.definition import Campaign, campaign_from_mapping, campaign_names, is_campaign, load_campaign  # noqa: E402
 from validation.campaigns.error_split import CLASS_OF_KIND  # noqa: E402
 from validation.campaigns.work import campaign_work, profiled_sizes  # noqa: E402
@@ -134,6 +136,19 @@ def test_the_fingerprint_is_of_what_runs_not_of_how_often() -> None:
     assert load(options={"rounds": 9, "statistic": "fastest"}).fingerprint == plain.fingerprint
     assert load(options={"iterations": 9}).fingerprint != plain.fingerprint
     assert load(report=[{"model": "gpt", "pp": 2, "num_microbatches": 6}]).fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [({"host_seconds_per_operator": (1e-3, 1e-3)}, True), ({"recompute_stops_early": False}, False)],
+)
+def test_what_was_measured_stands_when_only_predictions_change(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_same: bool
+) -> None:
+    before = load().fingerprint
+    shipped = definition.load_runtime
+    monkeypatch.setattr(definition, "load_runtime", lambda name: replace(shipped(name), **changes))
+    assert (load().fingerprint == before) == is_same
 
 
 def test_sizes_between_calibrated_ones_are_interpolated_others_are_profiled() -> None:

@@ -249,3 +249,29 @@ def test_no_dropout_means_no_dropout_operator() -> None:
     assert "attention_dropout" not in {op.role for op in workload.operators}
     kinds_saving = {op.kind for op in workload.operators if op.definition.has_dropout_state}
     assert kinds_saving == {"embedding", "dropout_add"}
+
+
+@pytest.mark.parametrize("name", ["gpt3-350m", "t5-large-32", "bert-large", "wide-resnet-500m", "xlnet-large"])
+def test_operators_whose_role_says_what_they_do_have_no_number_in_profiles(name: str) -> None:
+    workload = build_workload(name)
+    assert list(workload.profile_roles) == [op.role for op in workload.operators]
+
+
+@pytest.mark.parametrize("name", ["swin-huge-32", "vgg-16", "gnmt-8"])
+def test_operators_of_one_profile_role_do_the_same_work(name: str) -> None:
+    workload = build_workload(name)
+    work: dict[str, set[object]] = {}
+    for index, (role, op) in enumerate(zip(workload.profile_roles, workload.operators, strict=True)):
+        assert role == op.role or role.rpartition(".")[0] == op.role
+        attributes = tuple(sorted(op.attributes.items()))
+        work.setdefault(role, set()).add((op.kind, attributes, workload.input_shapes(index, 1)))
+    assert all(len(kinds) == 1 for kinds in work.values())
+    assert len(work) > len({op.role for op in workload.operators})
+    assert max(map(len, work)) < 40
+
+
+def test_numbers_of_profile_roles_are_in_order_of_appearance() -> None:
+    workload = build_workload("swin-huge-32")
+    norms = [role for role, op in zip(workload.profile_roles, workload.operators, strict=True) if op.role == "norm_1"]
+    assert list(dict.fromkeys(norms)) == [f"norm_1.{stage}" for stage in (1, 2, 3, 4)]
+    assert norms.count("norm_1.3") == 26

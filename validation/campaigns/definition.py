@@ -37,6 +37,12 @@ from workloads.registry import build_from_spec, model_spec
 
 FOLDER = Path(__file__).parent
 MAX_PLANS = 1000
+EXECUTED = (
+    "implementation", "optimizer_kernels", "parameter_bytes", "prefetches_gathers", "recompute_stops_early",
+    "sums_input_gradients",
+)  # fmt: skip
+"""What the executor does as a runtime says, beside plans; the rest of a runtime is how it is predicted, so that what was
+measured stands when that is known better."""
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Small = Annotated[int, Field(ge=1, le=4096)]
 Numbers = Small | Annotated[tuple[Small, ...], Field(min_length=1)]
@@ -163,7 +169,8 @@ class CampaignPlan:
     def identity(self) -> str:
         """Hash of plan, model and runtime: equal for plans that mean the same."""
         workload, runtime = self.problem.workload, self.problem.runtime
-        choices = hashlib.sha256(repr(replace(runtime, sources={})).encode()).hexdigest()[:16]
+        executed = [getattr(runtime, name) for name in EXECUTED]
+        choices = hashlib.sha256(repr(executed).encode()).hexdigest()[:16]
         return f"{self.unit} {workload.fingerprint} {choices} {self.plan.canonical_hash(workload)}"
 
 

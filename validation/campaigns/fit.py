@@ -327,8 +327,8 @@ def _raw(
     """Return the median over rounds of the mean over operators of equal role, of runs from position ``first`` on."""
     found: dict[RawKey, tuple[float, float]] = {}
     members: dict[str, list[int]] = {}
-    for index, op in enumerate(problem.workload.operators):
-        members.setdefault(op.role, []).append(index)
+    for index, role in enumerate(problem.workload.profile_roles):
+        members.setdefault(role, []).append(index)
     for position, run in enumerate(runs, first):
         for role, own in members.items():
             forward, backward = [], []

@@ -62,7 +62,8 @@ def _memory(worker: Worker, request: tuple[Problem, int, int]) -> list[OperatorM
     found: dict[str, OperatorMemory] = {}
     for index, op in enumerate(workload.operators):
         axes = [(axis.split, axis.size) for axis in resolve(words[index], op)]
-        if op.role in found or (tensor_size > 1 and not axes):
+        role = workload.profile_roles[index]
+        if role in found or (tensor_size > 1 and not axes):
             continue
         context = make_context(
             workload, index, axes, local_rank=0, samples=samples, local_samples=samples,
@@ -70,7 +71,7 @@ def _memory(worker: Worker, request: tuple[Problem, int, int]) -> list[OperatorM
             reduce=lambda tensor, operation, split: tensor,
             gather=lambda tensor, split, dim: torch.cat([tensor] * tensor_size, dim),
         )  # fmt: skip
-        found[op.role] = (op.role, *_operator_memory(context, worker.device))
+        found[role] = (role, *_operator_memory(context, worker.device))
     return list(found.values())
 
 

@@ -96,7 +96,7 @@ def operator_job(
 def profile_rows(
     run: OperatorJob, measured: Measurement, source: str, recomputed_host_s: Mapping[str, float] | None = None
 ) -> list[ProfileRow]:
-    """Return the rows that one profiling run measured, one per role (the mean over operators of equal role).
+    """Return the rows that one profiling run measured, the mean over operators of one role that do the same work.
 
     Args:
         run, measured: The run.
@@ -112,10 +112,10 @@ def profile_rows(
     forward, backward = _whole_pass(problem, measured, run_has_collectives=run.tensor_size > 1)
     host = _passes(measured.operator_host_s, len(workload)) if measured.operator_host_s else None
     roles: dict[str, list[int]] = {}
-    for index, op in enumerate(workload.operators):
+    for index in range(len(workload)):
         has_axis = any(axis.split != "batch" for axis in shardings[index])
         if has_axis or run.tensor_size == 1:
-            roles.setdefault(op.role, []).append(index)
+            roles.setdefault(workload.profile_roles[index], []).append(index)
     rows = []
     for role, members in roles.items():
         cost = costs.operator(members[0], shardings[members[0]], run.samples, gpu_type)
@@ -158,7 +158,7 @@ def recomputing_host_s(plain: Measurement, recomputed: Measurement, problem: Pro
     for index in again:
         more_s = sum(seconds for (_, at), seconds in recomputed.operator_host_s.items() if at == index)
         more_s -= sum(seconds for (_, at), seconds in plain.operator_host_s.items() if at == index)
-        roles.setdefault(problem.workload.operators[index].role, []).append(more_s)
+        roles.setdefault(problem.workload.profile_roles[index], []).append(more_s)
     return {role: max(0.0, statistics.fmean(seconds)) for role, seconds in roles.items()}
 
 
