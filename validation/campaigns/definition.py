@@ -41,8 +41,8 @@ EXECUTED = (
     "implementation", "optimizer_kernels", "parameter_bytes", "prefetches_gathers", "recompute_stops_early",
     "sums_input_gradients",
 )  # fmt: skip
-"""What the executor does as a runtime says, beside plans; the rest of a runtime is how it is predicted, so that what was
-measured stands when that is known better."""
+"""What the executor does as a runtime says, beside plans; the rest of a runtime is how it is predicted, so that what
+was measured stands when that is known better."""
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Small = Annotated[int, Field(ge=1, le=4096)]
 Numbers = Small | Annotated[tuple[Small, ...], Field(min_length=1)]
