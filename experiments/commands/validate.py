@@ -36,7 +36,8 @@ def check_device(device: str) -> None:
 
 def validate_file(
     target: Annotated[
-        str, typer.Argument(help="Plan file, campaign file, or a shipped campaign: cpu-gloo, single-gpu, multi-gpu.")
+        str, typer.Argument(help="Plan file, campaign file, or a shipped campaign: cpu-gloo, single-gpu, "
+                                 "single-gpu-families, multi-gpu.")
     ],
     profile: Annotated[
         Path | None,
