@@ -221,10 +221,7 @@ def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulC
 
 def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> float:
     """Return seconds of a pass over memory."""
-    if kernel.pattern not in curve.fraction:
-        known = ", ".join(sorted(curve.fraction))
-        raise ValueError(f"pattern must be one of {known}, got {kernel.pattern!r}")
-    rate = gpu.memory_bytes_per_s * curve.fraction[kernel.pattern]
+    rate = gpu.memory_bytes_per_s * curve.share(kernel.pattern)
     return (kernel.total_bytes + curve.ramp_bytes) / rate
 
 

@@ -89,8 +89,18 @@ class MemoryCurve(FileModel):
     @field_validator("fraction")
     @classmethod
     def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        found = _exactly({name: share for name, share in value.items() if name != STRIDED}, PATTERNS[:-1])
-        return {**found, STRIDED: value.get(STRIDED, found["elementwise"])}
+        _exactly({name: share for name, share in value.items() if name != STRIDED}, PATTERNS[:-1])
+        return value
+
+    def share(self, pattern: str) -> float:
+        """Return the share of the bandwidth that passes of a pattern reach.
+
+        Raises:
+            ValueError: If there is no such pattern.
+        """
+        if pattern not in PATTERNS:
+            raise ValueError(f"pattern must be one of {', '.join(sorted(PATTERNS))}, got {pattern!r}")
+        return self.fraction.get(pattern, self.fraction["elementwise"])
 
 
 class AttentionCurve(FileModel):
@@ -149,6 +159,8 @@ class GpuType(FileModel):
         launch_s: Host seconds per kernel launch from PyTorch.
         host_factor: What the host of such a GPU takes over what ``launch_s`` and the seconds of a runtime say: 1 for
             hosts like those that these were measured on.
+        is_its_own_host: It computes what it dispatches (a process of the CPU): what a runtime's host spends on
+            operators is in their time.
         optimizer_bandwidth_fraction: Share of the bandwidth of fused multi-tensor optimizer kernels.
         overlap_slowdown_computation, overlap_slowdown_communication: Factors while both run.
         matmul_workspace_bytes: What torch sets aside for cuBLAS for each thread that multiplies.
@@ -172,6 +184,7 @@ class GpuType(FileModel):
     source: Text
     calibrated_curves: EfficiencyCurves | None = None
     host_factor: Factor = 1.0
+    is_its_own_host: bool = False
     matmul_workspace_bytes: Bytes = 8_519_680
 
     def peak(self, dtype: str) -> float:

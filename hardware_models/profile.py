@@ -19,7 +19,7 @@ class ProfileRow:
     """One operator as measured.
 
     Attributes:
-        role: Operator role, e.g. ``attention_qkv``.
+        role: Profile role of the operator, e.g. ``attention_qkv`` (``Workload.profile_roles``).
         samples: Samples per device in one microbatch.
         tensor_size: Tensor-parallel ranks.
         split: ``default`` (Megatron's) or ``alternative`` (Aceso's other one).

@@ -47,6 +47,7 @@ from workloads.kinds.base import (
 from workloads.local import (
     cast_weights,
     dtype_bytes,
+    host_calls,
     input_bytes,
     lasting_buffer_bytes,
     localize,
@@ -243,7 +244,9 @@ class CostTables:
                 work = [*work, *([MemoryBound(cast, wide)] if cast else []), *added]
             forward_s, backward_s = self.problem.runtime.host_seconds_per_operator
             dispatch_s = (forward_s if phase == FORWARD else backward_s) * self._host_factor(gpu_type)
-            return self.launched(work, gpu_type, dispatch_s, kind.num_calls(phase, local) if dispatch_s else 0)
+            if self.problem.hardware.gpu(gpu_type).is_its_own_host:
+                dispatch_s = 0.0
+            return self.launched(work, gpu_type, dispatch_s, host_calls(kind, phase, local) if dispatch_s else 0)
         return Segment(stated, 0.0, stated, 0.0, (stated, 0.0, 0.0))
 
     def _apart(self, kind: Kind, local: Local) -> list[Shape]:

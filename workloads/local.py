@@ -228,6 +228,12 @@ def memory_steps(kind: Kind, phase: str, local: Local) -> tuple[tuple[str, int],
     return tuple(found)
 
 
+def host_calls(kind: Kind, phase: str, local: Local) -> int:
+    """Return how often an operator's phase costs the host a dispatch."""
+    calls = kind.num_calls(phase, local)
+    return min(1, calls) if local.implementation.operators_are_calls else calls
+
+
 def lasting_buffer_bytes(kind: Kind, local: Local) -> int:
     """Return bytes of buffers that are never given back."""
     return sum(_bytes_each(kind.lasting_buffer(local), local))

@@ -19,7 +19,7 @@ class Operator:
 
     Attributes:
         name: Unique, e.g. ``layer3.attention_qkv``.
-        role: The name without its layer, e.g. ``attention_qkv``: the key of operator profiles.
+        role: The name without its layer, e.g. ``attention_qkv``; profiles know it by ``Workload.profile_roles``.
         kind: Name of its kind.
         attributes: The kind's attributes.
         inputs, outputs: Names of tensors.
@@ -105,7 +105,7 @@ class Workload:
 
     def _signature_key(self, op: Operator) -> object:
         return (
-            self._work_key(op),
+            self.work_key(op),
             op.role,
             (op.tensor_split, op.alternative_split, op.sequence_split),
             tuple(sorted(op.ties.items())),
@@ -121,13 +121,14 @@ class Workload:
         numbers: dict[str, dict[object, int]] = {}
         for op in self.operators:
             own = numbers.setdefault(op.role, {})
-            own.setdefault(self._work_key(op), len(own) + 1)
+            own.setdefault(self.work_key(op), len(own) + 1)
         return tuple(
-            f"{op.role}.{own[self._work_key(op)]}" if len(own := numbers[op.role]) > 1 else op.role
+            f"{op.role}.{own[self.work_key(op)]}" if len(own := numbers[op.role]) > 1 else op.role
             for op in self.operators
         )
 
-    def _work_key(self, op: Operator) -> object:
+    def work_key(self, op: Operator) -> object:
+        """Return what operators share that do the same work: kind, attributes, shapes of inputs."""
         return op.kind, tuple(sorted(op.attributes.items())), tuple(self.tensors[name] for name in op.inputs)
 
     def input_shapes(self, index: int, samples: int) -> tuple[Shape, ...]:

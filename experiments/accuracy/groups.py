@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
@@ -17,7 +17,7 @@ CAMPAIGN_GROUP = "campaign-"
 MODELLED = "-modelled"
 """Ends the name of a campaign's group whose machine is not asked: plans as the model has them, without a profile."""
 IMPORTED = "-imported"
-"""Ends that of one predicted with another machine's profile: that of the group's ``profile_of``."""
+"""Ends that of one predicted with another machine's profile: that of the group's ``lender``."""
 RESERVED = "-reserved"
 """Ends that of one whose peaks are of what the allocator held; without times, which are its campaign's own."""
 Share = Annotated[float, Field(ge=0, le=10)]
@@ -47,7 +47,7 @@ class Group(FileModel):
         target_time, target_memory: Mean absolute errors aimed at.
         target_memory_agreement: Share of cases whose "out of memory" is predicted right.
         target_rank: Rank correlation aimed at.
-        profile_of: Campaign whose cases hold the profile that predicts, where it is another machine's.
+        lender: Campaign whose cases hold the profile that predicts, where it is another machine's.
         tolerance: How far a mean absolute error may worsen before the gate fails.
         peers: Beside ours in the report.
         note: What a reader must know about the rows.
@@ -59,7 +59,7 @@ class Group(FileModel):
     target_memory: Share | None = None
     target_memory_agreement: Share | None = None
     target_rank: Share | None = None
-    profile_of: Text | None = None
+    lender: Text | None = None
     tolerance: Share = 0.002
     peers: tuple[Peer, ...] = ()
     note: Text
@@ -69,6 +69,13 @@ class GroupsFile(FileModel):
     """The file's top level."""
 
     groups: Mapping[str, Group]
+
+    @model_validator(mode="after")
+    def _check(self) -> GroupsFile:
+        for name, group in self.groups.items():
+            if name.endswith(IMPORTED) != (group.lender is not None):
+                raise ValueError(f"{name}: lender must be named where a group ends in {IMPORTED}, and nowhere else")
+        return self
 
 
 @cache

@@ -76,7 +76,7 @@ def profile_of(
         source: Of the rows, in words.
 
     Raises:
-        ValueError: If operators of one role differ, or GPU types or runtimes, which a profile cannot say.
+        ValueError: If operators of one profile role differ, or GPU types or runtimes, which a profile cannot say.
     """
     _check_one_machine(placed)
     _check_one_model(problem for problem, _ in placed)
@@ -97,7 +97,7 @@ def profile_of(
                     )
                 if not _alike(row, modelled.setdefault(key, row)):
                     raise ValueError(
-                        f"operators of one role must be alike, got {row.role} of {row.forward_s:.4g} and "
+                        f"operators of one profile role must be alike, got {row.role} of {row.forward_s:.4g} and "
                         f"{modelled[key].forward_s:.4g} s forward with {counted(row.samples, 'sample')} on "
                         f"{counted(row.tensor_size, 'tensor-parallel rank')}; "
                         f"{problem.workload.name} needs a profile of its own, or has none"
@@ -168,8 +168,7 @@ def _kinds_by_role(workload: Workload) -> dict[str, frozenset[object]]:
     """Return what operators of each role are, and on which shapes."""
     found: dict[str, set[object]] = {}
     for op in workload.operators:
-        shapes = tuple(workload.tensors[name] for name in op.inputs)
-        found.setdefault(op.role, set()).add((op.kind, tuple(sorted(op.attributes.items())), shapes))
+        found.setdefault(op.role, set()).add(workload.work_key(op))
     return {role: frozenset(kinds) for role, kinds in found.items()}
 
 

@@ -139,7 +139,7 @@ def _is_other_length(seq_len: str, problem: Problem, kinds: Sequence[Sequence[in
 
 
 def _spread_over_kinds(rows: Sequence[tuple[int, int, ProfileRow]]) -> float:
-    """Return how many times as long operators of one role and size take in one kind of layer as in another."""
+    """Return how many times as long operators of one profile role and size take in one kind of layer as in another."""
     times: dict[int, list[float]] = {}
     for kind, _, row in rows:
         if kind >= 0 and row.forward_s > 0:
@@ -149,7 +149,7 @@ def _spread_over_kinds(rows: Sequence[tuple[int, int, ProfileRow]]) -> float:
 
 
 def _mean(rows: Sequence[tuple[int, ProfileRow]]) -> ProfileRow:
-    """Return one row for operators of equal role, so many of each: with their mean times."""
+    """Return one row for operators of equal profile role, so many of each: with their mean times."""
     total = sum(count for count, _ in rows)
     return replace(
         rows[0][1],

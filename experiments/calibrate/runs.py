@@ -140,7 +140,7 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
         common: What all rows have in common.
 
     Raises:
-        ValueError: As `measured_runs`, or if operators of one role differ.
+        ValueError: As `measured_runs`, or if operators of one profile role differ.
     """
     found = [LayersRun(run.name, run.problem, run.plan, run.seconds, SHAPE) for run in measured_runs(table, common)]
     placed = [(run.problem, run.plan) for run in found]

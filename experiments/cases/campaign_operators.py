@@ -24,7 +24,8 @@ class MeasuredOperator:
         problem: With the profile.
         operator: The first that has the row's role (``Workload.profile_roles``).
         count: Operators that have it.
-        row: What was measured.
+        row: What was measured, times what calibration plans took of it: kernels run on in an iteration, where the
+            clock gets less rest (0.99 to 1.10 of their time one by one), and a host that is not held back is quicker.
         local: Its shapes on one device.
         forward, backward: Kernels of either pass.
     """

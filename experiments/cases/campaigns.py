@@ -29,9 +29,9 @@ from workloads.model_file import spec_from_mapping
 from workloads.registry import build_from_spec
 
 FOLDER = PRINTED / "campaigns"
-CALIBRATED = {"single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b")}
-"""Models whose profiling runs the GPU's curves are fitted on (``experiments.fit_h100``), by campaign: their plans are
-in no group that is predicted without a profile."""
+CALIBRATED = {"single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b"), "single-gpu-families": ("gpt-dropout",)}
+"""Models on whose operators the GPU's curves are fitted (``experiments.fit_h100`` on those of ``single-gpu``), or whose
+operators are of the same shapes, by campaign: their plans are in no group that is predicted without a profile."""
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -146,12 +146,12 @@ def cases_of(path: Path) -> Iterator[Case]:
             )
         group = CAMPAIGN_GROUP + path.stem + IMPORTED
         if group in groups():
-            lender = path.with_name(f"{groups()[group].profile_of}.yaml")
+            lender = path.with_name(f"{groups()[group].lender}.yaml")
             yield replace(
                 case,
                 row_id=f"{case.row_id} with the profile of {lender.stem}",
                 groups=(group,),
-                problem=partial(_problem, lender, _row_of(lender, row.name)),
+                problem=partial(_problem, lender, _row_of(lender, path, number)),
             )
         group = CAMPAIGN_GROUP + path.stem + RESERVED
         if group in groups() and measured.peak_reserved_bytes is not None:
@@ -183,11 +183,13 @@ def _file(path: Path) -> CaseFile:
     return validated(CaseFile, load_mapping(path), path.name)
 
 
-def _row_of(path: Path, name: str) -> int:
-    names = [row.name for row in _file(path).plans]
-    if name not in names:
-        raise DataFileError(path.name, f"has no plan {name!r}, whose profile is asked for")
-    return names.index(name)
+def _row_of(lender: Path, path: Path, number: int) -> int:
+    """Return the row of one file that is about the same plan of the same model as a row of another."""
+    wanted = _file(path).plans[number]
+    for place, row in enumerate(_file(lender).plans):
+        if row.name == wanted.name and (row.global_batch, row.plan) == (wanted.global_batch, wanted.plan):
+            return place
+    raise DataFileError(lender.name, f"has no plan {wanted.name!r}, whose profile is asked for in {path.name}")
 
 
 @lru_cache(maxsize=64)

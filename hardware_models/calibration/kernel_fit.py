@@ -100,7 +100,11 @@ def build_curves(
         misaligned_source=old.misaligned_source,
     )
     memory = MemoryCurve(
-        fraction={name: values.get(f"fraction.{name}", base.memory.fraction[name]) for name in PATTERNS},
+        fraction={
+            name: values.get(f"fraction.{name}", base.memory.share(name))
+            for name in PATTERNS
+            if name in base.memory.fraction or f"fraction.{name}" in values
+        },
         ramp_bytes=values.get("ramp_bytes", base.memory.ramp_bytes),
         source=source,
     )

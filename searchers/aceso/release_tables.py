@@ -27,6 +27,7 @@ from searchers.aceso.arrays import (
 from searchers.aceso.links import latency_and_slope
 from searchers.aceso.tables import Space, Tables, block_role, operator_marks, powers_of_two
 from simulator.problem import Problem
+from simulator.profiled_costs import profile_role
 from workloads.operators import Workload
 
 GIB_AS_1000_MIB = 1.024
@@ -61,7 +62,7 @@ def release_arrays(problem: Problem) -> Tables:
     per_byte = problem.runtime.state_bytes_per_parameter / problem.runtime.parameter_bytes
     columns = np.full((space.num_cells, NUM_COLUMNS, len(workload)), np.inf)
     splits: tuple[Split, ...] = ("default", "alternative")
-    roles = [op.role for op in workload.operators]
+    roles = [profile_role(profile, workload, index) for index in range(len(workload))]
     for degree in degrees:
         for count in samples:
             for partition in range(space.partitions):

@@ -29,7 +29,7 @@ def test_the_shipped_curves_are_those_of_the_fit(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "campaign", "mean", "together"),
-    [("bf16", CAMPAIGN, 0.08, 0.02), ("fp32", CAMPAIGN, 0.1, 0.02), ("bf16", "single-gpu-second", 0.09, 0.04)],
+    [("bf16", CAMPAIGN, 0.08, 0.03), ("fp32", CAMPAIGN, 0.1, 0.02), ("bf16", "single-gpu-second", 0.1, 0.06)],
 )
 def test_operators_not_fitted_on_are_predicted(dtype: str, campaign: str, mean: float, together: float) -> None:
     gpu, curves = load_gpu(GPU), load_curves(CURVES)

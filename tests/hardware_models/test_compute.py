@@ -115,8 +115,7 @@ def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:
 
 @pytest.mark.parametrize("name", gpu_names())
 def test_host_seconds_are_a_runtimes_own_unless_a_calibration_says_else(name: str) -> None:
-    is_its_own_host = name == "local-cpu-process"
-    assert load_gpu(name).host_factor == (0.1 if is_its_own_host else 1)
+    assert load_gpu(name).host_factor == 1 and load_gpu(name).is_its_own_host == (name == "local-cpu-process")
 
 
 def test_the_optimizer_runs_at_its_share_of_the_bandwidth() -> None:

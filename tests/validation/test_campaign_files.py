@@ -140,7 +140,12 @@ def test_the_fingerprint_is_of_what_runs_not_of_how_often() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "is_same"),
-    [({"host_seconds_per_operator": (1e-3, 1e-3)}, True), ({"recompute_stops_early": False}, False)],
+    [
+        ({"host_seconds_per_operator": (1e-3, 1e-3), "context_bytes": 1 << 20}, True),
+        ({"recompute_stops_early": False}, False),
+        ({"gradient_bucket_bytes": 1_000_000}, False),
+        ({"gradient_accumulation_bytes": 2}, False),
+    ],
 )
 def test_what_was_measured_stands_when_only_predictions_change(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_same: bool

@@ -19,6 +19,7 @@ from tests.validation.saving import (  # noqa: E402
     stated_bytes,
 )
 from tests.validation.tiny import SPECS  # noqa: E402
+from validation.kinds.elementwise import drop  # noqa: E402
 from validation.kinds.operator_context import OperatorContext, box_shape  # noqa: E402
 from validation.kinds.torch_kinds import BUILDERS, NOT_EXECUTABLE, build  # noqa: E402
 from workloads.kinds import all_kinds  # noqa: E402
@@ -54,6 +55,17 @@ def test_outputs_and_parameters_have_the_shapes_that_the_kind_states(dtype: str)
             assert kept.gradients == context.local.parameters, str(example)
             boxes = tuple(box_shape(box) for box in context.parameter_boxes)
             assert boxes == context.local.parameters, str(example)
+
+
+def test_dropout_draws_what_torch_draws_from_the_operators_seed() -> None:
+    """Whatever was drawn before, so that a recomputed pass has the mask of the first."""
+    (example, *_) = (each for each in EXAMPLES if each.workload.operators[each.index].kind == "dropout")
+    context = context_of(example, executor_implementation("fp32"), rank=0)
+    torch.manual_seed(context.seed())
+    expected, _ = torch.native_dropout(torch.ones(64, 64), 0.3, True)
+    for drawn in range(2):
+        torch.rand(drawn)
+        assert torch.equal(drop(context, torch.ones(64, 64), 0.3), expected)
 
 
 def tokens(context: OperatorContext) -> int:

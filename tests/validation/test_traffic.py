@@ -41,9 +41,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit": {"family": "vit", "layers": 1, "hidden": 64, "heads": 4, "image": 56, "patch": 8, "classes": 10, **CALM},
     "t5": {"family": "t5", **TEXT, "decoder_seq_len": 32, "position_buckets": 8, **CALM},
 }
+SWIN = {
+    "family": "swin", "depths": (2, 2), "hidden": 32, "heads": (2, 4), "image": 64, "patch": 4, "window": 4,
+    "classes": 10, **CALM,
+}  # fmt: skip
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward")
 IN_VIEWS = ("aten::slice_backward", "aten::select_backward")
 """Zeros as large as the whole, then a copy into it."""
+ROLL = "aten::roll"
+"""One dimension after the other, inside (aten/native/TensorTransformations.h, ``roll_common``)."""
 OF_SOFTMAX = "aten::_softmax_backward_data"
 """On GPUs the product of gradient and result first (aten/native/cuda/SoftMax.cu)."""
 
@@ -76,6 +82,8 @@ class Traffic(TorchDispatchMode):
         size = sum(map(_bytes, written)) + (2 if name in IN_VIEWS else 1) * sum(map(_bytes, read))
         if name == OF_SOFTMAX:
             size *= 2
+        if name == ROLL:
+            size *= len(args[2])
         self.moved[self.place] = self.moved.get(self.place, 0) + size
         return out
 
@@ -96,7 +104,7 @@ class Watch(OperatorTimes):
 @cache
 def moved(model: str, runtime: str, attention: str) -> dict[tuple[str, str], tuple[float, float]]:
     """Return traced and modelled bytes by role and pass."""
-    spec = spec_from_mapping({"name": model, **MODELS[model]}, model)
+    spec = spec_from_mapping({"name": model, **{**MODELS, "swin": SWIN}[model]}, model)
     chosen = replace(load_runtime(runtime), attention=attention)
     workload = build_from_spec(spec, attention)
     of = Problem(workload, HardwareModel(parse_cluster("h100-dgx:1x1")), chosen, SAMPLES)
@@ -185,4 +193,12 @@ def test_rotary_positions_turn_the_packed_tensor(runtime: str, attention: str) -
 def test_activations_move_what_torch_moves(model: str) -> None:
     for word in (FORWARD, "backward"):
         traced, modelled = together(moved(model, "windtunnel-executor", "plain"), "mlp_activation", word)
+        assert modelled == traced > 0
+
+
+def test_windows_move_what_torch_moves() -> None:
+    """One copy, and where they are shifted a roll over either dimension of the image first, or last."""
+    for word in (FORWARD, "backward"):
+        found = moved("swin", "windtunnel-executor", "plain")
+        traced, modelled = together(found, "window_partition window_reverse", word)
         assert modelled == traced > 0

@@ -227,7 +227,7 @@ def test_attention_in_windows_is_a_small_product_for_each_window() -> None:
             (6 * X + (3 + 2 + 2 * 3) * SCORES, 4 * X + 3 * SCORES, 3 * X + SCORES),
         ),
         ("window_order", {"side": 4, "window": 2}, [(B, 16, H)], (4 * X, 4 * X, 0)),
-        ("window_order", {"side": 4, "window": 2, "shift": 1}, [(B, 16, H)], (8 * X, 8 * X, 0)),
+        ("window_order", {"side": 4, "window": 2, "shift": 1}, [(B, 16, H)], (12 * X, 12 * X, 0)),
         ("patch_merge", {"side": 4}, [(B, 16, H)], (4 * X, 4 * X, 0)),
         ("token_mean", {}, [(B, S, H)], (X + X / S, X + X / S, 0)),
     ],

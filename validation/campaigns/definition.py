@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,12 +37,12 @@ from workloads.registry import build_from_spec, model_spec
 
 FOLDER = Path(__file__).parent
 MAX_PLANS = 1000
-EXECUTED = (
-    "implementation", "optimizer_kernels", "parameter_bytes", "prefetches_gathers", "recompute_stops_early",
-    "sums_input_gradients",
+ONLY_PREDICTED = (
+    "name", "sources", "communication_buffer_bytes", "context_bytes", "handover_s", "host_seconds_per_collective",
+    "host_seconds_per_kernel", "host_seconds_per_list_entry", "host_seconds_per_operator", "host_seconds_per_pass",
+    "matmul_workspaces", "optimizer_workspace_bytes",
 )  # fmt: skip
-"""What the executor does as a runtime says, beside plans; the rest of a runtime is how it is predicted, so that what
-was measured stands when that is known better."""
+"""Fields of a runtime that nothing executed depends on: what was measured stands when they are known better."""
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
 Small = Annotated[int, Field(ge=1, le=4096)]
 Numbers = Small | Annotated[tuple[Small, ...], Field(min_length=1)]
@@ -169,7 +169,8 @@ class CampaignPlan:
     def identity(self) -> str:
         """Hash of plan, model and runtime: equal for plans that mean the same."""
         workload, runtime = self.problem.workload, self.problem.runtime
-        executed = [getattr(runtime, name) for name in EXECUTED]
+        names = [each.name for each in fields(runtime) if each.name not in ONLY_PREDICTED]
+        executed = [(name, getattr(runtime, name)) for name in names]
         choices = hashlib.sha256(repr(executed).encode()).hexdigest()[:16]
         return f"{self.unit} {workload.fingerprint} {choices} {self.plan.canonical_hash(workload)}"
 

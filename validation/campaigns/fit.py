@@ -324,7 +324,7 @@ def _medians(
 def _raw(
     problem: Problem, runs: Sequence[OperatorJob], measured: Sequence[Sequence[Measurement]], first: int
 ) -> dict[RawKey, tuple[float, float]]:
-    """Return the median over rounds of the mean over operators of equal role, of runs from position ``first`` on."""
+    """Return the median over rounds of the mean over operators of a profile role, of runs from ``first`` on."""
     found: dict[RawKey, tuple[float, float]] = {}
     members: dict[str, list[int]] = {}
     for index, role in enumerate(problem.workload.profile_roles):

@@ -47,7 +47,7 @@ def build_swiglu(context: OperatorContext) -> Forward:
 
 def drop(context: OperatorContext, tensor: torch.Tensor, probability: float) -> torch.Tensor:
     """Return ``tensor`` with dropout; the mask depends on microbatch, operator and region only."""
-    # Not torch.manual_seed, which seeds every device that there could be: 158 us on a CPU where this takes one.
+    # Not torch.manual_seed, which seeds every device of every backend that there could be, at the host's expense.
     own = torch.cuda.default_generators[tensor.device.index] if tensor.is_cuda else torch.default_generator
     own.manual_seed(context.seed())
     dropped, _ = torch.native_dropout(tensor, probability, True)

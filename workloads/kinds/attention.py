@@ -157,10 +157,8 @@ class Softmax(ByHead):
     def num_calls(self, phase: str, local: Local) -> int:
         # Unfused, every cast, the scale and the mask are operations of their own, with a node each in backward
         # (Megatron-LM fused_softmax.py, forward_torch_softmax).
-        # Our executor's share one operator's (hooks, Python).
         calls = super().num_calls(phase, local)
-        is_one = self._is_fused(local) or local.implementation.adds_mask
-        return calls if is_one else calls * len(self.kernels(FORWARD, local))
+        return calls if self._is_fused(local) else calls * len(self.kernels(FORWARD, local))
 
     @staticmethod
     def _unfused_forward(size: float, local: Local) -> list[Kernel]:

@@ -55,6 +55,8 @@ class Implementation:
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
             normalised tensor is kept too. (Layer norm is one kernel in every framework.)
         logits_dtype: Type in which the loss is computed.
+        operators_are_calls: An operator costs the host one dispatch, whatever operations it is made of (our executor,
+            whose hooks and Python go around operators); else each operation one (`Kind.num_calls`).
         bias_in_matmul: The matmul library adds a bias that nothing else fuses (cublasLt epilogue, PyTorch >=
             1.13); else it is a kernel of its own.
         fused_softmax_multiple: The fused softmax kernel works only where samples x local heads is a multiple
@@ -121,6 +123,7 @@ class Implementation:
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
     keeps_score_buffer: bool = False
+    operators_are_calls: bool = False
 
     @property
     def mask_dtype(self) -> str:

@@ -28,9 +28,18 @@ from workloads.kinds.base import (
 from workloads.kinds.registry import register
 from workloads.placements import PARTIAL, REPLICATE, Shard
 
-SHARED_ROW_BYTES = 48 << 10
-"""A block of torch's softmax keeps a row of that much in shared memory; it reads longer ones three times: for the
-maximum, the sum and the result (aten/native/cuda/SoftMax.cu, ``host_softmax``)."""
+SHARED_ROW_BYTES = (48 << 10) - 128
+"""A block of torch's softmax keeps a row in shared memory that is shorter, beside the sums of its warps; it reads
+others three times: for the maximum, the sum and the result (aten/native/cuda/SoftMax.cu, ``host_softmax``)."""
+READ_AGAIN = 0.5
+"""Share of the memory's time that each of the two later reads takes: they come from the level-2 cache in part. One row
+of 32,768 fp16 columns takes 1.5 times its bytes on an A100 (gpu_efficiency/memory_bound_ops.csv, LLMCompass; the share
+of the bandwidth is that of fused kernels), rows of 32,000 to 51,200 in fp32 about twice on an H100."""
+
+
+def _row_reads(row_bytes: int) -> float:
+    """Return how often torch's softmax reads a row forward, in reads of the memory."""
+    return 1.0 if row_bytes < SHARED_ROW_BYTES else 1.0 + 2 * READ_AGAIN
 
 
 @register
@@ -107,8 +116,8 @@ class LanguageModelLoss(Kind):
             if casts:
                 found.append(MemoryBound(low, high))
             if local.implementation.fused_loss:
-                is_long = vocab * local.implementation.logits_bytes > SHARED_ROW_BYTES
-                reads = 3 if is_long and local.implementation.loss_temporaries > 1 else 1
+                is_torch = local.implementation.loss_temporaries > 1
+                reads = _row_reads(vocab * local.implementation.logits_bytes) if is_torch else 1.0
                 return [*found, MemoryBound(reads * high, high, "reduction"), MemoryBound(row, row, "gather")]
             copies = [MemoryBound(high, high)] if local.implementation.loss_clones_logits else []
             return [
@@ -146,7 +155,8 @@ class LanguageModelLoss(Kind):
         wide, row = float(rows * vocab * DTYPE_BYTES["fp32"]), float(rows * DTYPE_BYTES["fp32"])
         made = float(rows * vocab * local.implementation.logits_bytes)
         casts: list[Kernel] = [MemoryBound(made, wide)] if made < wide else []
-        return [*casts, MemoryBound(wide, wide, "reduction"), MemoryBound(row, row, "gather")]
+        reads = _row_reads(vocab * DTYPE_BYTES["fp32"])
+        return [*casts, MemoryBound(reads * wide, wide, "reduction"), MemoryBound(row, row, "gather")]
 
     def num_calls(self, phase: str, local: Local) -> int:
         # Logits, cast and cross entropy are called one by one; so is each step of Megatron's cross entropy, either way.

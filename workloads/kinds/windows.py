@@ -36,7 +36,8 @@ class _Rearrangement(Kind):
 class WindowOrder(_Rearrangement):
     """Tokens of an image row by row to window after window, or back: ``(B, S, H) -> (B, S, H)``.
 
-    With a shift the image is rolled by that many rows and columns first (and back last): another pass.
+    With a shift the image is rolled by that many rows and columns first (and back last), in a pass each: torch.roll
+    over two dimensions is one after the other (aten/native/TensorTransformations.h, ``roll_common``).
 
     Attributes of the operator: ``side`` (tokens), ``window`` (side, tokens), ``shift``, ``reverse``.
     """
@@ -51,7 +52,7 @@ class WindowOrder(_Rearrangement):
         return (inputs[0],)
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        return super().kernels(phase, local) * (2 if integer(local.attributes, "shift", 0) else 1)
+        return super().kernels(phase, local) * (3 if integer(local.attributes, "shift", 0) else 1)
 
 
 @register
