@@ -45,6 +45,7 @@ SWIN = {
     "family": "swin", "depths": (2, 2), "hidden": 32, "heads": (2, 4), "image": 64, "patch": 4, "window": 4,
     "classes": 10, **CALM,
 }  # fmt: skip
+XLNET = {"family": "xlnet", **TEXT, **CALM}
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution", "aten::convolution_backward")
 IN_VIEWS = ("aten::slice_backward", "aten::select_backward")
 """Zeros as large as the whole, then a copy into it."""
@@ -104,7 +105,7 @@ class Watch(OperatorTimes):
 @cache
 def moved(model: str, runtime: str, attention: str) -> dict[tuple[str, str], tuple[float, float]]:
     """Return traced and modelled bytes by role and pass."""
-    spec = spec_from_mapping({"name": model, **{**MODELS, "swin": SWIN}[model]}, model)
+    spec = spec_from_mapping({"name": model, **{**MODELS, "swin": SWIN, "xlnet": XLNET}[model]}, model)
     chosen = replace(load_runtime(runtime), attention=attention)
     workload = build_from_spec(spec, attention)
     of = Problem(workload, HardwareModel(parse_cluster("h100-dgx:1x1")), chosen, SAMPLES)
@@ -202,3 +203,13 @@ def test_windows_move_what_torch_moves() -> None:
         found = moved("swin", "windtunnel-executor", "plain")
         traced, modelled = together(found, "window_partition window_reverse", word)
         assert modelled == traced > 0
+
+
+def test_scores_of_relative_positions_move_what_torch_moves() -> None:
+    """Beside it torch reads which tokens are of one segment, as large for any batch; zeros count what they are like."""
+    found = moved("xlnet", "windtunnel-executor", "plain")
+    traced, modelled = together(found, "attention_score", FORWARD)
+    assert modelled == pytest.approx(traced, rel=0.03)
+    traced, modelled = together(found, "attention_score attention_context", "backward")
+    scores, table = SAMPLES * 4 * 48 * 48 * 2, 48 * 48 * 2
+    assert modelled == pytest.approx(traced - 2 * scores - 10 * table, rel=0.02)

@@ -135,7 +135,8 @@ def build_softmax(context: OperatorContext) -> Forward:
     def forward(inputs: Tensors, parameters: Tensors) -> tuple[torch.Tensor, ...]:
         scores = inputs[0] * scale
         if buckets is not None:
-            bias = F.embedding(buckets, parameters[0]).permute(2, 0, 1)
+            # Heads outermost in memory too: added as a view, each number of the bias would be read with its sector.
+            bias = F.embedding(buckets, parameters[0]).permute(2, 0, 1).contiguous()
             scores = scores + (bias.repeat(1, repeats, 1) if repeats > 1 else bias)
         scores = scores + mask
         return (torch.softmax(scores, dim=-1, dtype=torch.float32).to(inputs[0].dtype),)

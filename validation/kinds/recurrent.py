@@ -53,10 +53,10 @@ def _sinusoid(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device
 
 
 @shared
-def _other_half(tokens: int, device: torch.device) -> torch.Tensor:
+def _other_half(tokens: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return 1 where query and key are in different halves of the tokens, else 0: ``(S, S)``."""
     halves = torch.arange(tokens, device=device) * 2 >= tokens
-    return (halves[:, None] != halves[None, :]).to(torch.int64)
+    return (halves[:, None] != halves[None, :]).to(dtype)
 
 
 def _shifted(scores: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def build_relative_score(context: OperatorContext) -> Forward:
         scores = scores + _shifted((queries + by_head(position_bias)) @ places)
         kinds = segment.view(2, heads, dim).permute(1, 2, 0)
         same = (queries + by_head(segment_bias)) @ kinds
-        other = _other_half(tokens, queries.device).expand(samples, heads, tokens, tokens)
-        return (scores + same.gather(-1, other),)
+        other = _other_half(tokens, queries.dtype, queries.device)
+        return (scores + torch.lerp(same[..., :1], same[..., 1:], other),)
 
     return forward

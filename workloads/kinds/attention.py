@@ -260,6 +260,9 @@ class Softmax(ByHead):
             found: list[Kernel] = [MemoryBound(read * size, size, "reduction")]
             if not fused:
                 found = self._unfused_forward(size, local)
+            if bias and local.implementation.adds_mask and not fused:  # the looked-up bias is laid out by head
+                laid = [MemoryBound(bias, bias, "gather"), MemoryBound(bias, bias, "strided")]
+                return [*laid, MemoryBound(size + bias, size, "strided"), *found]
             if bias:
                 found = [MemoryBound(bias, bias, "gather"), MemoryBound(size + bias, size), *found]
             return found

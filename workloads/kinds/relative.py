@@ -18,6 +18,7 @@ from workloads.kinds.base import (
     Split,
     SplitTable,
 )
+from workloads.kinds.heads import slice_gradients
 from workloads.kinds.registry import register
 from workloads.placements import Shard
 
@@ -30,7 +31,7 @@ class RelativeScore(Kind):
 
     ``(q + u) . k + (q + v) . (W r) + (q + w) . s``: content, relative position r (a fixed sinusoid, shifted) and
     whether two tokens are in the same segment. Heads can be split. Positions are projected for each sample anew, as the
-    authors' code has it, though they are alike.
+    authors' code has it, though they are alike; our executor's kernels are in ``_views``.
 
     Attributes of the operator: ``heads`` (A), ``head_dim`` (D), ``hidden`` (of the sinusoid).
 
@@ -82,6 +83,8 @@ class RelativeScore(Kind):
         )
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
+        if local.implementation.slices_packed:
+            return self._views(phase, local)
         samples, heads, tokens, _ = local.outputs[0]
         dim, hidden = integer(local.attributes, "head_dim"), integer(local.attributes, "hidden")
         far, batch = 2 * tokens - 1, samples * heads
@@ -110,4 +113,49 @@ class RelativeScore(Kind):
             Matmul(m=heads * dim, n=hidden, k=samples * far, role="weight_gradient"),
             *[MemoryBound(queries, 0.0, "reduction")] * 3,
             MemoryBound(scores, 0.0, "reduction"),
+        ]
+
+    @staticmethod
+    def _views(phase: str, local: Local) -> list[Kernel]:
+        """Return the kernels of our executor (``validation.kinds.recurrent``), whose terms are views of packed tensors.
+
+        Positions are shifted by strides alone, and the term of two segments is one of two numbers a query.
+        """
+        samples, heads, tokens, _ = local.outputs[0]
+        dim, hidden = integer(local.attributes, "head_dim"), integer(local.attributes, "hidden")
+        far, batch, size = 2 * tokens - 1, samples * heads, local.element_bytes
+        scores = size_bytes(local, local.outputs)
+        queries, places = float(size * batch * tokens * dim), float(size * batch * far * dim)
+        encodings = float(size * far * hidden)
+        if phase == FORWARD:
+            return [
+                *[MemoryBound(queries, queries), MemoryBound(queries, queries, "strided")] * 3,
+                MemoryBound(queries, queries, "strided"),
+                MemoryBound(encodings, samples * encodings),
+                Matmul(m=samples * far, n=heads * dim, k=hidden),
+                MemoryBound(places, places, "strided"),
+                Matmul(m=tokens, n=tokens, k=dim, batch=batch),
+                Matmul(m=tokens, n=far, k=dim, batch=batch),
+                Matmul(m=tokens, n=SEGMENTS, k=dim, batch=batch),
+                MemoryBound(2 * scores, scores, "strided"),
+                MemoryBound(0.0, scores, "strided"),
+                MemoryBound(2 * scores, scores),
+            ]
+        if phase == BACKWARD_INPUT:
+            return [
+                *[MemoryBound(scores, scores, "strided"), MemoryBound(scores, 0.0, "reduction")] * SEGMENTS,
+                MemoryBound(0.0, scores / tokens * far),
+                MemoryBound(scores, scores, "strided"),
+                *[Matmul(m=tokens, n=dim, k=tokens, batch=batch, role="data_gradient")] * 2,
+                Matmul(m=tokens, n=dim, k=far, batch=batch, role="data_gradient"),
+                Matmul(m=tokens, n=dim, k=SEGMENTS, batch=batch, role="data_gradient"),
+                *[MemoryBound(2 * queries, queries)] * 2,
+                *slice_gradients(local, [heads * dim] * 2, 1),
+            ]
+        return [
+            Matmul(m=far, n=dim, k=tokens, batch=batch, role="weight_gradient"),
+            Matmul(m=SEGMENTS, n=dim, k=tokens, batch=batch, role="weight_gradient"),
+            MemoryBound(places, places, "strided"),
+            Matmul(m=heads * dim, n=hidden, k=samples * far, role="weight_gradient"),
+            *[MemoryBound(queries, 0.0, "reduction")] * 3,
         ]
