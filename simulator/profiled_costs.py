@@ -81,6 +81,38 @@ def profile_role(profile: OperatorProfile, workload: Workload, index: int) -> st
     return own if own in profile.roles else workload.operators[index].role
 
 
+def modelled_row(
+    problem: Problem, index: int, cost: OperatorCost, samples: int, measured_as: tuple[int, SplitWord], source: str
+) -> ProfileRow:
+    """Return a row with what the model says of an operator; its times are those of the device.
+
+    Args:
+        problem: Whose operator it is.
+        index: Operator.
+        cost: Of it, so split and with so many samples.
+        samples: Samples that one rank works on.
+        measured_as: Tensor-parallel ranks and split of the row (see `profiled_as`).
+        source: Of the row, in words.
+    """
+    return ProfileRow(
+        role=problem.workload.profile_roles[index],
+        samples=samples,
+        tensor_size=measured_as[0],
+        split=measured_as[1],
+        forward_s=cost.forward.device_s,
+        backward_s=cost.backward.device_s,
+        saved_bytes=float(sum(size for _, size in cost.saved)),
+        forward_workspace_bytes=cost.workspace_forward_bytes,
+        backward_workspace_bytes=cost.workspace_backward_bytes,
+        input_bytes=float(sum(cost.input_bytes)),
+        output_bytes=float(sum(cost.output_bytes)),
+        parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
+        includes_collectives=cost.includes_collectives,
+        num_groups=1,
+        source=source,
+    )
+
+
 def _nearest(
     profile: OperatorProfile, role: str, samples: int, tensor_size: int, split: SplitWord
 ) -> ProfileRow | None:

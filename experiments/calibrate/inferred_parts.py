@@ -25,7 +25,7 @@ from simulator.lowering.mesh import batch_degree
 from simulator.lowering.program import ProgramBuilder
 from simulator.plan import Plan, resolve
 from simulator.problem import Problem
-from simulator.profiled_costs import profiled_as
+from simulator.profiled_costs import modelled_row, profiled_as
 from simulator.segments import Segment
 from simulator.uniform import repeated_layers
 from workloads.operators import Workload
@@ -208,16 +208,11 @@ def _rows(
                     continue
                 seen.add(key)
                 cost = costs.operator(index, placed, samples, gpu_type)
-                row = ProfileRow(
-                    role=role, samples=samples, tensor_size=measured_as[0], split=measured_as[1],
-                    forward_s=_takes_s(cost.forward, problem), backward_s=_takes_s(cost.backward, problem),
-                    saved_bytes=float(sum(size for _, size in cost.saved)),
-                    forward_workspace_bytes=cost.workspace_forward_bytes,
-                    backward_workspace_bytes=cost.workspace_backward_bytes,
-                    input_bytes=float(sum(cost.input_bytes)), output_bytes=float(sum(cost.output_bytes)),
-                    parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
-                    includes_collectives=cost.includes_collectives, num_groups=1, source=source,
-                )  # fmt: skip
+                row = replace(
+                    modelled_row(problem, index, cost, samples, measured_as, source),
+                    forward_s=_takes_s(cost.forward, problem),
+                    backward_s=_takes_s(cost.backward, problem),
+                )
                 waited = waits[size].get((index, False), 0.0), waits[size].get((index, True), 0.0)
                 yield Part(shape, block, measured_as[0], samples), row, waited
 

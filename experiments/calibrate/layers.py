@@ -18,6 +18,7 @@ from hardware_models.profile import OperatorProfile, ProfileRow
 from simulator.costs import CostTables
 from simulator.plan import Axis
 from simulator.problem import Problem, ProblemSpec
+from simulator.profiled_costs import modelled_row
 
 IMPLAUSIBLE = 3.0
 """By what factor layer times may differ from the shipped model's before that is said."""
@@ -164,19 +165,10 @@ def _rows(
     """Return the rows of the operators of a kind's layers, by how many each is the mean of."""
     found: dict[str, list[tuple[int, ProfileRow]]] = {}
     for index in members:
-        role = problem.workload.profile_roles[index]
         cost = costs.operator(index, (), time.samples, problem.gpu_types[0])
-        row = ProfileRow(
-            role=role, samples=time.samples, tensor_size=1, split="default",
-            forward_s=cost.forward.device_s * factor, backward_s=cost.backward.device_s * factor,
-            saved_bytes=float(sum(size for _, size in cost.saved)),
-            forward_workspace_bytes=cost.workspace_forward_bytes,
-            backward_workspace_bytes=cost.workspace_backward_bytes,
-            input_bytes=float(sum(cost.input_bytes)), output_bytes=float(sum(cost.output_bytes)),
-            parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
-            includes_collectives=False, num_groups=1, source=source,
-        )  # fmt: skip
-        found.setdefault(role, []).append((1, row))
+        row = modelled_row(problem, index, cost, time.samples, (1, "default"), source)
+        row = replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
+        found.setdefault(row.role, []).append((1, row))
     return [(len(same), _mean(same)) for same in found.values()]
 
 

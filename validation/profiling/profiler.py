@@ -19,6 +19,7 @@ from hardware_models.profile import HOST, OperatorProfile, ProfileRow
 from simulator.costs import CostTables
 from simulator.plan import resolve
 from simulator.problem import Problem
+from simulator.profiled_costs import modelled_row
 from simulator.uniform import uniform_plan
 from validation.execution.executor import Job
 from validation.measurement import BACKWARD, RECOMPUTE, Measurement
@@ -120,22 +121,12 @@ def profile_rows(
     for role, members in roles.items():
         cost = costs.operator(members[0], shardings[members[0]], run.samples, gpu_type)
         rows.append(
-            ProfileRow(
-                role=role,
-                samples=run.samples,
-                tensor_size=run.tensor_size,
-                split="default",
+            replace(
+                modelled_row(problem, members[0], cost, run.samples, (run.tensor_size, "default"), source),
                 forward_s=_mean(forward, members),
                 backward_s=_mean(backward, members),
-                saved_bytes=float(sum(size for _, size in cost.saved)),
-                forward_workspace_bytes=cost.workspace_forward_bytes,
-                backward_workspace_bytes=cost.workspace_backward_bytes,
-                input_bytes=float(sum(cost.input_bytes)),
-                output_bytes=float(sum(cost.output_bytes)),
-                parameter_bytes=float(cost.num_parameter_elements * problem.runtime.parameter_bytes),
                 includes_collectives=False,
                 num_groups=run.copies,
-                source=source,
                 forward_host_s=_mean(host[0], members) if host else None,
                 backward_host_s=_mean(host[1], members) if host else None,
                 recomputed_host_s=(recomputed_host_s or {}).get(role),
