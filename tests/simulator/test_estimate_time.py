@@ -157,7 +157,10 @@ def test_whole_iterations_take_what_the_simulator_says(model: str, cluster: str,
         ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, zero=2), 1e-3),
         ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, schedule="gpipe"), 1e-3),
         ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2), 1e-3),  # reductions longer than passes
-        ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1"), 0.012),
+        pytest.param(
+            "vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1"), 0.01,
+            marks=pytest.mark.xfail(strict=True, reason="the estimate is 1.1 % too short"),
+        ),
         ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=2, dp=4, schedule="interleaved", chunks=2), 0.01),
     ],
 )
@@ -169,5 +172,5 @@ def test_reductions_of_each_microbatch_that_are_waited_for_lengthen_its_backward
     without = Fidelity().without("overlap-slowdown", "allocator")
     expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     found_s = estimate(plan, problem).iteration_time_s
-    assert found_s == pytest.approx(expected_s, rel=error)
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
+    assert found_s == pytest.approx(expected_s, rel=error)

@@ -121,8 +121,11 @@ def test_fsdp_reduces_unit_by_unit_whatever_it_shards(runtime: str, tp: int, lev
     ],
     ids=["gpt", "bert", "vit", "t5"],
 )
-def test_and_in_other_plans(setting, words, levels) -> None:
-    assert error(setting, mixed_plan(setting, levels, "three quarters", **words)) == pytest.approx(0, abs=0.045)
+def test_and_in_other_plans(setting, words, levels, request) -> None:
+    if setting[0] == "t5-770m" and "pp" in words and "recompute" not in words and levels[1] == 3:
+        reason = "two stages of T5 on H100s: the estimate is 4.0 and 4.2 % too long"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert error(setting, mixed_plan(setting, levels, "three quarters", **words)) == pytest.approx(0, abs=0.035)
 
 
 def test_a_mix_takes_longer_than_its_quicker_level_and_less_than_the_slower_one() -> None:

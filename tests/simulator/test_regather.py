@@ -68,8 +68,8 @@ def test_closed_forms_and_engine_pay_for_the_third_gather(family: str, shape: di
         assert more_s == 0 and simulated[0] == simulated[1]
     else:
         assert more_s > 0
-        # On one stage exactly; over two the estimate is some quarter of the difference off.
-        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.26 if "pp" in shape else 1e-9)
+        # On one stage exactly; over two the estimate is up to a quarter of the difference off.
+        assert simulated[0] - simulated[1] == pytest.approx(more_s, rel=0.25 if "pp" in shape else 1e-9)
 
 
 @pytest.mark.parametrize("runtime", ["pytorch-fsdp2", "composer-fsdp", "hetu-galvatron"])
