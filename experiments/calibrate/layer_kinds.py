@@ -22,10 +22,10 @@ def layers_by_kind(workload: Workload) -> list[Layers]:
     first of a stage, a pooling after the last) is of its kind, unless there are more like it than like the neighbour;
     what it has more lies outside.
     """
-    layers = [tuple(range(*bounds)) for bounds in workload.layers]
+    layers = [{index: _shape_key(workload, index) for index in range(*bounds)} for bounds in workload.layers]
     places: dict[Parts, list[int]] = {}
-    for place, members in enumerate(layers):
-        counts = Counter(_shape_key(workload, index) for index in members)
+    for place, keys in enumerate(layers):
+        counts = Counter(keys.values())
         places.setdefault(frozenset(counts.items()), []).append(place)
     kinds: dict[Parts, list[int]] = {}
     for parts, own in places.items():
@@ -36,7 +36,7 @@ def layers_by_kind(workload: Workload) -> list[Layers]:
         ]
         kinds.setdefault(min(within, key=len), []).extend(own)
     return [
-        [[index for index in layers[place] if _shape_key(workload, index) in dict(parts)] for place in sorted(own)]
+        [[index for index, key in layers[place].items() if key in dict(parts)] for place in sorted(own)]
         for parts, own in sorted(kinds.items(), key=lambda item: min(item[1]))
         if len(own) > 1
     ]
