@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.writer import write_mapping
-from hardware_models.profile import HOST
+from hardware_models.profile import OPTIONAL
 from hardware_models.profile_file import profile_mapping
 from simulator.plan import plan_to_mapping
 
@@ -93,7 +93,7 @@ def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) 
         source: In words.
     """
     hardware = problem.hardware
-    rows = tuple(replace(row, source=source, **_rounded_times(row)) for row in operators.rows)
+    rows = tuple(replace(row, source=source, **_rounded_values(row)) for row in operators.rows)
     table = hardware.collective_table
     series = {} if table is None else table.series
     gpu = hardware.gpu(operators.gpu_type)
@@ -108,9 +108,9 @@ def hardware_mapping(problem: Problem, operators: OperatorProfile, source: str) 
     }
 
 
-def _rounded_times(row: ProfileRow) -> dict[str, Any]:
-    times = {name: getattr(row, name) for name in ("forward_s", "backward_s", *HOST)}
-    return {name: _rounded(seconds) for name, seconds in times.items() if seconds is not None}
+def _rounded_values(row: ProfileRow) -> dict[str, Any]:
+    measured = {name: getattr(row, name) for name in ("forward_s", "backward_s", *OPTIONAL)}
+    return {name: _rounded(value) for name, value in measured.items() if value is not None}
 
 
 def _model(mapping: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class ProfileRow:
             it was not measured, and the model's stands for it.
         recomputed_host_s: What recomputation adds to both: the second forward pass, and what keeping and finding its
             tensors costs. None: what a forward pass takes.
+        forward_library_bytes, backward_library_bytes: What the library of the operator's kernels works in (cuDNN's
+            convolutions), beyond what the model knows of; None where it was not measured, and counts as nothing.
     """
 
     role: str
@@ -55,6 +57,8 @@ class ProfileRow:
     forward_host_s: float | None = None
     backward_host_s: float | None = None
     recomputed_host_s: float | None = None
+    forward_library_bytes: float | None = None
+    backward_library_bytes: float | None = None
 
     def __post_init__(self) -> None:
         where = f"profile row {self.role!r} ({self.source})"
@@ -83,11 +87,13 @@ class ProfileLookup:
 
 
 HOST = ("forward_host_s", "backward_host_s", "recomputed_host_s")
+LIBRARY = ("forward_library_bytes", "backward_library_bytes")
+OPTIONAL = (*HOST, *LIBRARY)
 """Columns that need not be there."""
 
 INTERPOLATED = (
     "forward_s", "backward_s", "saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes",
-    "input_bytes", "output_bytes", *HOST,
+    "input_bytes", "output_bytes", *OPTIONAL,
 )  # fmt: skip
 """Columns that depend on the number of samples."""
 

@@ -13,7 +13,7 @@ from datafiles.errors import DataFileError
 from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import write_mapping
-from hardware_models.profile import HOST, OperatorProfile, ProfileRow
+from hardware_models.profile import OPTIONAL, OperatorProfile, ProfileRow
 from hardware_models.schema import Text
 
 COLUMNS = tuple(item.name for item in fields(ProfileRow))
@@ -24,8 +24,8 @@ Cell = Annotated[str | bool | int | float | None, Field()]
 
 
 class ProfileFile(FileModel):
-    """``columns`` are the fields of ``ProfileRow``, of which those of the host may be missing; each entry of ``rows``
-    has one cell for each."""
+    """``columns`` are the fields of ``ProfileRow``, of which those that not every profile knows may be missing; each
+    entry of ``rows`` has one cell for each."""
 
     format: Literal["windtunnel-operator-profile-1"]
     model: Text
@@ -39,8 +39,8 @@ class ProfileFile(FileModel):
 
 def profile_mapping(profile: OperatorProfile) -> dict[str, Any]:
     """Return what a profile file holds, as plain data."""
-    has_host = any(getattr(row, name) is not None for row in profile.rows for name in HOST)
-    columns = [name for name in COLUMNS if has_host or name not in HOST]
+    known = {name for name in OPTIONAL if any(getattr(row, name) is not None for row in profile.rows)}
+    columns = [name for name in COLUMNS if name in known or name not in OPTIONAL]
     return {
         "format": "windtunnel-operator-profile-1",
         "model": profile.model,
@@ -78,12 +78,12 @@ def profile_from_mapping(mapping: Mapping[str, Any], source: str) -> OperatorPro
         DataFileError: If the data break a rule; rows are counted from 1.
     """
     file = validated(ProfileFile, mapping, source)
-    wanted = [name for name in COLUMNS if name in file.columns or name not in HOST]
+    wanted = [name for name in COLUMNS if name in file.columns or name not in OPTIONAL]
     if sorted(file.columns) != sorted(wanted):
-        needed = [name for name in COLUMNS if name not in HOST]
+        needed = [name for name in COLUMNS if name not in OPTIONAL]
         raise DataFileError(
             source,
-            f"columns must be {', '.join(needed)}, and may be {', '.join(HOST)}, got {', '.join(file.columns)}",
+            f"columns must be {', '.join(needed)}, and may be {', '.join(OPTIONAL)}, got {', '.join(file.columns)}",
         )
     rows = []
     for number, cells in enumerate(file.rows, start=1):
@@ -113,7 +113,7 @@ def _row(values: dict[str, Any], source: str, number: int) -> ProfileRow:
 
 
 def _typed(name: str, cell: Cell, number: int, source: str) -> Cell:
-    if cell is None and name in HOST:
+    if cell is None and name in OPTIONAL:
         return None
     if name in _TEXTS:
         good = isinstance(cell, str)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from hardware_models.profile import OperatorProfile, ProfileLookup, ProfileRow
+from hardware_models.profile import LIBRARY, OperatorProfile, ProfileLookup, ProfileRow
 from hardware_models.profile import Split as SplitWord
-from simulator.operator_cost import OperatorCost
+from simulator.operator_cost import OperatorCost, SizedStep
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import Segment
+from workloads.kinds.base import RESULTS
 from workloads.operators import Operator, Workload
+
+LIBRARY_WORKSPACE = "library's workspace"
+"""Name of a step of ``OperatorCost``."""
 
 Modelled = Callable[[Sharding, int], OperatorCost]
 """What the model says of an operator, so split, with so many samples a rank."""
@@ -29,7 +34,7 @@ def with_profile(
     """Return a cost with the durations of the problem's profile, where that has rows for the operator.
 
     Outside the numbers of samples and the tensor-parallel degrees that it has, durations are those of the nearest,
-    times what the model grows by from there.
+    times what the model grows by from there. What the library of its kernels works in is the profile's, too.
 
     Args:
         modelled_at: Returns what the model says of the operator.
@@ -72,7 +77,33 @@ def with_profile(
         backward_weight_alone=measured(cost.backward_weight_alone, row.backward_s * share, of_weights_s),
         includes_collectives=row.includes_collectives,
         has_waited=not profile.kernels_only,
+        **_library_memory(cost, row),
     )
+
+
+def _library_memory(cost: OperatorCost, row: ProfileRow) -> dict[str, Any]:
+    """Return the changed fields of a cost whose kernels' library works in memory of its own.
+
+    It is taken when results are there, and given back before anything else is made: forward, beside gradients of
+    inputs, and again beside those of weights, since a row does not tell which of the two had it.
+    """
+    forward, backward = int(row.forward_library_bytes or 0), int(row.backward_library_bytes or 0)
+    changed: dict[str, Any] = {}
+    if forward:
+        changed["workspace_forward"] = (*cost.workspace_forward, forward)
+        changed["steps_forward"] = _beside_results(cost.steps_forward, forward)
+    if backward:
+        changed["workspace_backward"] = (*cost.workspace_backward, backward)
+        changed["steps_backward"] = _beside_results(cost.steps_backward, backward)
+        if cost.parameters:
+            changed["workspace_weight"] = (*cost.workspace_weight, backward)
+    return changed
+
+
+def _beside_results(steps: tuple[SizedStep, ...], num_bytes: int) -> tuple[SizedStep, ...]:
+    """Return the steps of a pass with what a library takes behind its results, and gives back at once."""
+    place = 1 + [name for name, _ in steps].index(RESULTS)
+    return (*steps[:place], (LIBRARY_WORKSPACE, num_bytes), (LIBRARY_WORKSPACE, -1), *steps[place:])
 
 
 def profile_role(profile: OperatorProfile, workload: Workload, index: int) -> str:
@@ -134,7 +165,7 @@ def _nearest(
 def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_only: bool) -> ProfileRow:
     """Return a row with what the model says of its operator here over what it says where the row was measured.
 
-    The model's own time where it says nothing there.
+    The model's own time where it says nothing there. What a library works in grows as the operator's outputs do.
     """
 
     def alone_s(segment: Segment) -> float:
@@ -143,10 +174,12 @@ def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_
     def grown(seconds: float, there: Segment, here: Segment) -> float:
         return seconds / alone_s(there) * alone_s(here) if alone_s(there) > 0 else alone_s(here)
 
+    larger = sum(here.output_bytes) / max(1.0, sum(there.output_bytes))
     return replace(
         row,
         forward_s=grown(row.forward_s, there.forward, here.forward),
         backward_s=grown(row.backward_s, there.backward_alone, here.backward_alone),
+        **{name: larger * getattr(row, name) for name in LIBRARY if getattr(row, name) is not None},
     )
 
 

@@ -1,7 +1,8 @@
 """Seconds of an operator's kernels and of the host that launches them, apart, measured inside the executor on a GPU.
 
 Before every operator the GPU is made to wait until the host has launched all of it. So events around its kernels have
-no gaps in which the GPU waits for the host, and the host's clock has none in which it waits for the GPU.
+no gaps in which the GPU waits for the host, and the host's clock has none in which it waits for the GPU. What an
+operator takes of the allocator is looked at before times count, since asking costs the host.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class HeldBackTimes(OperatorTimes):
         self._open: tuple[Any, float] | None = None
         self._pass: Hashable = None
         self._number = 0
+        self._counts_bytes = True
 
     @contextmanager
     def one_pass(self, key: Hashable) -> Iterator[None]:
@@ -87,7 +89,8 @@ class HeldBackTimes(OperatorTimes):
     @contextmanager
     def measure(self, phase: str, index: int) -> Iterator[None]:
         """Time the body, and what came before it since the last."""
-        yield
+        with self._counted(phase, index):
+            yield
         self._end()
         self._samples.append(_Sample(phase, index, self._pieces))
         self._pieces = []
@@ -106,8 +109,10 @@ class HeldBackTimes(OperatorTimes):
     def drain(self) -> tuple[Samples, Samples]:
         """Return the samples since the last call, in seconds: of the kernels, and of the host.
 
-        Kernels that the GPU was not held back for long enough count only where an operator has no others.
+        Kernels that the GPU was not held back for long enough count only where an operator has no others. From the first
+        call on bytes are counted no more.
         """
+        self._counts_bytes = False
         host: Samples = {}
         held: Samples = {}
         others: Samples = {}
@@ -117,6 +122,18 @@ class HeldBackTimes(OperatorTimes):
             (held if each.was_held else others).setdefault(key, []).append(each.device_s(self.clock))
         self._samples.clear()
         return others | held, host
+
+    @contextmanager
+    def _counted(self, phase: str, index: int) -> Iterator[None]:
+        """Note what the body takes of the allocator, which the host alone knows: nothing is waited for."""
+        if not self._counts_bytes:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        taken = torch.cuda.max_memory_allocated(self.device) - before
+        self.taken_bytes[phase, index] = max(taken, self.taken_bytes.get((phase, index), 0))
 
     def _begin(self) -> None:
         make: Any = torch.cuda.Event  # untyped in torch

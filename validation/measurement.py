@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,9 @@ BACKWARD, RECOMPUTE = "backward", "recompute"
 
 Samples = dict[tuple[str, int], list[float]]
 """Seconds, by phase and operator."""
+
+OF_OPERATORS = {"operator_s": "seconds", "operator_host_s": "seconds", "operator_taken_bytes": "bytes"}
+"""Fields of ``Measurement`` that are by phase and operator, and what they hold."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Measurement:
         operator_s: ``(phase, operator)`` to median seconds, where operator times were asked for.
         operator_host_s: The same of the host that launches them, where the two were measured apart: ``operator_s`` is
             then of kernels alone.
+        operator_taken_bytes: The same of what the allocator held at most meanwhile, beyond what it held before, on a
+            GPU: outputs or gradients, and what the operator works in.
         devices: Where each device's time went.
         traced: Actions of an iteration whose operators were timed, and spans of those and of its collectives.
         out_of_memory: A device ran out of memory; times are then zero.
@@ -144,6 +149,7 @@ class Measurement:
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
     operator_host_s: Mapping[tuple[str, int], float] = field(default_factory=dict, repr=False)
+    operator_taken_bytes: Mapping[tuple[str, int], float] = field(default_factory=dict, repr=False)
     devices: tuple[DeviceTime, ...] = ()
     traced: tuple[tuple[TimedAction, ...], tuple[TimedSpan, ...]] = field(default=((), ()), repr=False)
     out_of_memory: bool = False
@@ -189,10 +195,10 @@ class Measurement:
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data with units in the keys."""
         mapping = {key: value for key, value in asdict(self).items() if key not in ("traced", "memory_history")}
-        for name in ("operator_s", "operator_host_s"):
+        for name, word in OF_OPERATORS.items():
             mapping[name] = [
-                {"phase": phase, "operator": index, "seconds": seconds}
-                for (phase, index), seconds in sorted(getattr(self, name).items())
+                {"phase": phase, "operator": index, word: value}
+                for (phase, index), value in sorted(getattr(self, name).items())
             ]
         mapping["peak_allocated_bytes"] = self.peak_allocated_bytes
         mapping["peak_reserved_bytes"] = self.peak_reserved_bytes
@@ -252,6 +258,7 @@ class RankRecord:
         out_of_memory: The device ran out of memory.
         memory_history: Of the allocator.
         operator_host_s: Samples of the host, where they are apart.
+        operator_taken_bytes: What operators took of the allocator.
     """
 
     rank: int
@@ -268,6 +275,7 @@ class RankRecord:
     out_of_memory: bool = False
     memory_history: Mapping[str, Any] | None = None
     operator_host_s: Samples = field(default_factory=dict)
+    operator_taken_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known: Any) -> Measurement:
@@ -305,6 +313,7 @@ def combine(records: list[RankRecord], *, warmup: int, num_stages: int, **known:
         actions=tuple(action for record in records for action in (record.actions or [[]])[-1]),
         operator_s=_slowest([record.operator_s for record in records]),
         operator_host_s=_slowest([record.operator_host_s for record in records]),
+        operator_taken_bytes=_most([record.operator_taken_bytes for record in records]),
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
         devices=tuple(_median_time(record.times) for record in records),
         traced=(
@@ -323,6 +332,15 @@ def _median_time(times: list[DeviceTime]) -> DeviceTime:
     return DeviceTime(
         device=times[0].device, **{name: statistics.median(getattr(each, name) for each in times) for name in names}
     )
+
+
+def _most(ranks: Iterable[Mapping[tuple[str, int], int]]) -> dict[tuple[str, int], float]:
+    """Return the largest figure of any rank."""
+    found: dict[tuple[str, int], float] = {}
+    for rank in ranks:
+        for key, value in rank.items():
+            found[key] = max(value, found.get(key, 0.0))
+    return found
 
 
 def _slowest(ranks: list[Samples]) -> dict[tuple[str, int], float]:

@@ -10,12 +10,10 @@ from pydantic import Field
 
 from datafiles.errors import DataFileError
 from datafiles.schema import FileModel, validated
-from validation.measurement import DeviceTime, Measurement, RankMemory, TimedAction, TimedSpan
+from validation.measurement import OF_OPERATORS, DeviceTime, Measurement, RankMemory, TimedAction, TimedSpan
 
 MAX_SPANS = 20_000
 """Of a plan; more than a reader of a timeline looks at."""
-
-_OF_OPERATORS = ("operator_s", "operator_host_s")
 
 Text = Annotated[str, Field(max_length=10_000)]
 
@@ -61,6 +59,7 @@ class _Measurement(FileModel):
     actions: tuple[_Action, ...]
     operator_s: tuple[tuple[Text, int, float], ...]
     operator_host_s: tuple[tuple[Text, int, float], ...] = ()
+    operator_taken_bytes: tuple[tuple[Text, int, float], ...] = ()
     plan_hash: Text
     device_type: Text
     backend: Text
@@ -91,8 +90,8 @@ def measurement_mapping(measured: Measurement, *, with_trace: bool) -> dict[str,
         "memory": [asdict(each) for each in measured.memory],
         "actions": [asdict(each) for each in measured.actions] if with_trace else [],
         **{
-            name: [[phase, index, seconds] for (phase, index), seconds in sorted(getattr(measured, name).items())]
-            for name in _OF_OPERATORS
+            name: [[phase, index, value] for (phase, index), value in sorted(getattr(measured, name).items())]
+            for name in OF_OPERATORS
         },
         "versions": dict(measured.versions),
         "notes": list(measured.notes),
@@ -119,8 +118,8 @@ def measurement_from_mapping(mapping: Mapping[str, Any], source: str) -> Measure
             "memory": tuple(RankMemory(**each.model_dump()) for each in file.memory),
             "actions": tuple(TimedAction(**each.model_dump()) for each in file.actions),
             **{
-                name: {(phase, index): seconds for phase, index, seconds in getattr(file, name)}
-                for name in _OF_OPERATORS
+                name: {(phase, index): value for phase, index, value in getattr(file, name)}
+                for name in OF_OPERATORS
             },
             "devices": tuple(DeviceTime(**each.model_dump()) for each in file.devices),
             "traced": (

@@ -37,6 +37,8 @@ class OperatorTimes:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.taken_bytes: dict[tuple[str, int], int] = {}
+        """By phase and operator, what the allocator held at most meanwhile beyond what it held before; on CUDA."""
         self._marks: list[tuple[str, int, Any, Any]] = []
 
     @contextmanager

@@ -81,7 +81,7 @@ class CaseFile(FileModel):
     """What ``windtunnel validate CAMPAIGN --write-cases FILE`` writes; the file's name is that of its group."""
 
     format: Literal["windtunnel-campaign-cases-1"]
-    campaign: Literal["cpu-gloo", "single-gpu", "single-gpu-families", "multi-gpu"]
+    campaign: Literal["cpu-gloo", "single-gpu", "single-gpu-families", "single-gpu-convolutions", "multi-gpu"]
     machine: Text
     date: Text
     versions: Mapping[str, Text]

@@ -37,7 +37,7 @@ def check_device(device: str) -> None:
 def validate_file(
     target: Annotated[
         str, typer.Argument(help="Plan file, campaign file, or a shipped campaign: cpu-gloo, single-gpu, "
-                                 "single-gpu-families, multi-gpu.")
+                                 "single-gpu-families, single-gpu-convolutions, multi-gpu.")
     ],
     profile: Annotated[
         Path | None,

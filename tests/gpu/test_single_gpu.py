@@ -88,6 +88,32 @@ def test_kernels_are_timed_apart_from_the_host_that_launches_them() -> None:
     assert kernels[1] > 10 * kernels[0] and 1 / 3 < hosts[1] / hosts[0] < 3
 
 
+def test_what_cudnn_works_in_is_in_a_profile_and_in_the_peaks_it_predicts(tmp_path: Path) -> None:
+    mapping = {
+        "windtunnel_campaign": 1,
+        "name": "small",
+        "description": "a test",
+        "device": "cuda",
+        "cluster": "h100-dgx:1x1",
+        "runtimes": {"fp32": {"base": "windtunnel-executor-fp32"}},
+        "models": {"vgg": {"family": "vgg", "groups": [[64, 64], [128, 128]], "image": 128, "linear": 256}},
+        "calibration": [{"model": "vgg", "microbatch": [64, 256], "num_microbatches": 1}],
+        "report": [{"model": "vgg", "microbatch": 128, "num_microbatches": 1}],
+    }
+    campaign = campaign_from_mapping(mapping, "small")
+    work = campaign_work(campaign)
+    run_campaign(campaign, work, tmp_path, rounds=1)
+    rounds = list(load_rounds(campaign, work, tmp_path))
+    fitted = fit_campaign(work, rounds)
+    (profile,) = (each.profile.operators for each in fitted.values())
+    convolutions = [row for row in profile.rows if row.role.startswith("conv")]
+    assert all(row.forward_library_bytes is not None for row in convolutions)
+    assert any(row.forward_library_bytes or row.backward_library_bytes for row in convolutions)
+    (outcome,) = evaluate(campaign, work, rounds, fitted, machine_name(), now()).outcomes
+    assert outcome.memory.measured_allocated is not None
+    assert outcome.memory.predicted_allocated == pytest.approx(outcome.memory.measured_allocated, rel=0.04)
+
+
 def test_a_run_that_does_not_fit_says_so() -> None:
     of = problem("windtunnel-executor-fp32", 2**14)
     job = plan_job(uniform_plan(of, microbatch=2**14), of, iterations=1, warmup=0, device="cuda")

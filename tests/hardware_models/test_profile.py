@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import aceso_role, import_collectives, import_folder, import_table
 from hardware_models.model import HardwareModel
-from hardware_models.profile import HOST, OperatorProfile
+from hardware_models.profile import OPTIONAL, OperatorProfile
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
 from tests.hardware_models.data_folder import data_folder
 
@@ -109,22 +110,25 @@ def test_a_row_of_a_profile_file_with_a_cell_too_few_is_named(profile: OperatorP
 
 
 @pytest.mark.parametrize("name", ["profile.yaml", "profile.json"])
-def test_what_the_host_takes_is_in_a_file_where_a_row_knows_it(
-    profile: OperatorProfile, tmp_path: Path, name: str
+@pytest.mark.parametrize("what", ["host_s", "library_bytes"])
+def test_what_not_every_profile_knows_is_in_a_file_where_a_row_has_it(
+    profile: OperatorProfile, tmp_path: Path, name: str, what: str
 ) -> None:
-    assert not set(profile_mapping(profile)["columns"]) & set(HOST)
+    assert not set(profile_mapping(profile)["columns"]) & set(OPTIONAL)
     first, *others = profile.rows
-    known = replace(profile, rows=(replace(first, forward_host_s=1e-4, backward_host_s=2e-4), *others))
+    values: dict[str, Any] = {f"forward_{what}": 1e-4, f"backward_{what}": 2e-4}
+    known = replace(profile, rows=(replace(first, **values), *others))
     known.save(tmp_path / name)
     assert OperatorProfile.load(tmp_path / name) == known
     mapping = profile_mapping(known)
-    without = [mapping["columns"].index(each) for each in HOST[1:]]
+    assert set(mapping["columns"]) & set(OPTIONAL) == set(values)
+    place = mapping["columns"].index(f"backward_{what}")
     for table in (mapping["columns"], *mapping["rows"]):
-        for place in sorted(without, reverse=True):
-            del table[place]
-    assert profile_from_mapping(mapping, "mine").rows[0] == replace(known.rows[0], backward_host_s=None)
-    mapping["rows"][0][mapping["columns"].index(HOST[0])] = -1.0
-    with pytest.raises(ValueError, match=r"row 1: .*forward_host_s must be finite and not negative, got -1"):
+        del table[place]
+    unknown: dict[str, Any] = {f"backward_{what}": None}
+    assert profile_from_mapping(mapping, "mine").rows[0] == replace(known.rows[0], **unknown)
+    mapping["rows"][0][mapping["columns"].index(f"forward_{what}")] = -1.0
+    with pytest.raises(ValueError, match=rf"row 1: .*forward_{what} must be finite and not negative, got -1"):
         profile_from_mapping(mapping, "mine")
     mapping["rows"][0][mapping["columns"].index("forward_s")] = None
     with pytest.raises(ValueError, match="row 1: forward_s has the wrong type, got None"):

@@ -12,10 +12,12 @@ from hardware_models.cluster import parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.profile import OperatorProfile, ProfileRow, Split
 from hardware_models.runtime_files import load_runtime
+from simulator.closed_forms.estimate import estimate
 from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
+from simulator.profiled_costs import modelled_row
 from simulator.segments import Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -270,3 +272,33 @@ def test_operators_of_one_role_have_rows_of_their_own_or_else_their_roles() -> N
         if op.role == "norm_1"
     ]
     assert found == pytest.approx([5.0] * 2 + [1.0] * 2 + [1.0] * 26 + [0.25] * 2)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("samples", [8, 16])
+def test_what_a_library_works_in_is_there_while_its_kernels_run(phase: str, samples: int) -> None:
+    """Of VGG's second convolution as much as rules the peak: that grows by as much as is taken, and with the samples
+    from those that were measured. The closed form is without outputs that nothing keeps while a pass goes forward."""
+    workload = build_workload("vgg-16")
+    hardware, runtime = HardwareModel(parse_cluster("h100-dgx:1x1")), load_runtime("windtunnel-executor-fp32")
+    problem = Problem(workload, hardware, runtime, samples)
+    plan = uniform_plan(problem, microbatch=samples)
+    index = [number for number, op in enumerate(workload.operators) if op.kind == "conv2d"][1]
+    cost = CostTables(problem).operator(index, (), 8, problem.gpu_types[0])
+    taken = 16.0 * sum(cost.output_bytes)
+
+    def peak(num_bytes: float | None) -> int:
+        values = {f"{phase}_library_bytes": num_bytes}
+        row = replace(modelled_row(problem, index, cost, 8, (1, "default"), "test"), **values)
+        own = replace(row, role=workload.profile_roles[index])
+        profile = OperatorProfile("vgg-16", problem.gpu_types[0], "fp32", (own,), "test", kernels_only=True)
+        of = replace(problem, hardware=replace(hardware, operator_profile=profile))
+        (memory,) = simulate(plan, of).memory
+        within = 0.04 if phase == "forward" else 1e-4
+        assert estimate(plan, of).peak_bytes[0] == pytest.approx(memory.peak_allocated_bytes, rel=within)
+        return memory.peak_allocated_bytes
+
+    assert peak(None) == peak(0.0) == simulate(plan, problem).memory[0].peak_allocated_bytes
+    one, two = peak(taken), peak(2 * taken)
+    assert two - one == pytest.approx(taken * samples / 8, rel=1e-6)
+    assert one > peak(0.0)

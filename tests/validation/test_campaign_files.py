@@ -43,7 +43,9 @@ def load(**changes: Any) -> Campaign:
 
 
 def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
-    assert set(campaign_names()) == {"cpu-gloo", "single-gpu", "single-gpu-families", "multi-gpu"}
+    assert set(campaign_names()) == {
+        "cpu-gloo", "single-gpu", "single-gpu-families", "single-gpu-convolutions", "multi-gpu",
+    }  # fmt: skip
     sizes = {name: len(load_campaign(name).report) for name in campaign_names()}
     assert sizes["cpu-gloo"] >= 16 and sizes["single-gpu"] >= 40 and sizes["multi-gpu"] >= 16
     schedules = {(each.plan.schedule, len(each.plan.stages)) for each in load_campaign("cpu-gloo").report}
@@ -63,6 +65,7 @@ def test_the_shipped_campaigns_are_as_large_as_promised() -> None:
     ("name", "cluster"),
     [
         ("cpu-gloo", None), ("single-gpu", None), ("single-gpu", "a100-80g-dgx:1x1"), ("single-gpu-families", None),
+        ("single-gpu-convolutions", None),
         ("multi-gpu", "h100-dgx:1x4"),
     ],
 )

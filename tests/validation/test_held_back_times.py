@@ -21,16 +21,28 @@ class Machine:
         gpu_s: When the GPU is through with what is queued.
         waits_s: What it was told to wait.
         events: Moments of the GPU, in order.
+        held, most_held: Bytes of the allocator, now and at most since its peak was forgotten.
+        times_asked: How often that was.
     """
 
     def __init__(self) -> None:
         self.host_s = self.gpu_s = 0.0
         self.waits_s: list[float] = []
+        self.held = self.most_held = self.times_asked = 0
 
     def launch(self, host_s: float, kernel_s: float) -> None:
         """Let the host work, then launch a kernel."""
         self.host_s += host_s
         self.gpu_s = max(self.gpu_s, self.host_s) + kernel_s
+
+    def take(self, num_bytes: int) -> None:
+        """Allocate, or below 0 give back."""
+        self.held += num_bytes
+        self.most_held = max(self.most_held, self.held)
+
+    def forget_peak(self, device: object = None) -> None:
+        self.most_held = self.held
+        self.times_asked += 1
 
     def wait(self, cycles: int) -> None:
         self.waits_s.append(cycles / CYCLES_PER_S)
@@ -63,6 +75,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "_sleep", found.wait)
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.forget_peak)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: found.held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: found.most_held)
     for module in (held_back_times, timers):
         monkeypatch.setattr(module.time, "perf_counter", lambda: found.host_s)
     return found
@@ -122,6 +137,24 @@ def test_kernels_of_a_gpu_that_did_not_wait_long_enough_count_where_there_are_no
     one_pass(machine, found, host_s=10e-3)
     kernels, hosts = found.drain()
     assert kernels["forward", 0] == pytest.approx([7e-5]) and len(hosts["forward", 0]) == 2
+
+
+def test_bytes_that_an_operator_takes_are_counted_until_its_times_count(machine: Machine) -> None:
+    """Of two passes the one that takes more; what was there before, and what a host has to ask for, is not in it."""
+    found = times()
+    machine.take(1000)
+    for more in (0, 50):
+        with found.one_pass("forward"):
+            machine.take(500)
+            machine.take(-500)
+            with found.measure("forward", 0):
+                machine.take(200 + more)
+                machine.take(-150)
+    found.drain()
+    assert found.taken_bytes == {("forward", 0): 250} and machine.times_asked == 2
+    with found.one_pass("forward"), found.measure("forward", 0):
+        machine.take(10**6)
+    assert found.taken_bytes == {("forward", 0): 250} and machine.times_asked == 2
 
 
 def test_collectives_count_with_no_operator(machine: Machine) -> None:

@@ -106,6 +106,7 @@ def _run_iterations(worker: Worker, job: Job, executor: PlanExecutor) -> RankRec
         )
     if executor.times is not None:
         record.operator_s, record.operator_host_s = executor.times.drain()
+        record.operator_taken_bytes = executor.times.taken_bytes
     for extra in range(job.traced_iterations):
         if extra == 0:
             executor.time_operators()

@@ -15,8 +15,10 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from hardware_models.profile import HOST, OperatorProfile, ProfileRow
+from hardware_models.profile import OPTIONAL, OperatorProfile, ProfileRow
+from simulator.closed_forms.operator_needs import passes_working_bytes
 from simulator.costs import CostTables
+from simulator.operator_cost import OperatorCost
 from simulator.plan import resolve
 from simulator.problem import Problem
 from simulator.profiled_costs import modelled_row
@@ -112,6 +114,7 @@ def profile_rows(
     shardings = [resolve(word, op) for word, op in zip(words, workload.operators, strict=True)]
     forward, backward = _whole_pass(problem, measured, run_has_collectives=run.tensor_size > 1)
     host = _passes(measured.operator_host_s, len(workload)) if measured.operator_host_s else None
+    taken = _passes(measured.operator_taken_bytes, len(workload)) if measured.operator_taken_bytes else None
     roles: dict[str, list[int]] = {}
     for index in range(len(workload)):
         has_axis = any(axis.split != "batch" for axis in shardings[index])
@@ -119,10 +122,15 @@ def profile_rows(
             roles.setdefault(workload.profile_roles[index], []).append(index)
     rows = []
     for role, members in roles.items():
-        cost = costs.operator(members[0], shardings[members[0]], run.samples, gpu_type)
+        first = members[0]
+        cost = costs.operator(first, shardings[first], run.samples, gpu_type)
+        library: Sequence[float | None] = (None, None)
+        if taken is not None and workload.operators[first].definition.takes_library_memory:
+            both = tuple(max(phase[index] for index in members) for phase in taken)
+            library = _library_bytes(problem, first, cost, both)
         rows.append(
             replace(
-                modelled_row(problem, members[0], cost, run.samples, (run.tensor_size, "default"), source),
+                modelled_row(problem, first, cost, run.samples, (run.tensor_size, "default"), source),
                 forward_s=_mean(forward, members),
                 backward_s=_mean(backward, members),
                 includes_collectives=False,
@@ -130,9 +138,26 @@ def profile_rows(
                 forward_host_s=_mean(host[0], members) if host else None,
                 backward_host_s=_mean(host[1], members) if host else None,
                 recomputed_host_s=(recomputed_host_s or {}).get(role),
+                forward_library_bytes=library[0],
+                backward_library_bytes=library[1],
             )
         )
     return rows
+
+
+def _library_bytes(
+    problem: Problem, index: int, cost: OperatorCost, taken: Sequence[float]
+) -> tuple[float, float]:
+    """Return what an operator's passes took of the allocator beyond what the model says they make and work in.
+
+    Args:
+        problem, index, cost: The operator.
+        taken: Of both passes, at most, beyond what was there before.
+    """
+    forward, backward = passes_working_bytes(index, cost, problem)
+    made = sum(cost.output_bytes)
+    kept = sum(size for name, size in cost.saved if ":" not in name)
+    return max(0.0, taken[0] - made - kept - forward), max(0.0, taken[1] - (backward - made))
 
 
 def recomputing_host_s(plain: Measurement, recomputed: Measurement, problem: Problem) -> dict[str, float]:
@@ -201,15 +226,15 @@ def _filled(seconds: Sequence[float], total_s: float, weights: Sequence[float]) 
 
 
 def median_rows(rounds: Sequence[Sequence[ProfileRow]]) -> tuple[ProfileRow, ...]:
-    """Return the rows with the median times over rounds; all rounds have the same rows in the same order."""
+    """Return the rows with the medians over rounds; all rounds have the same rows in the same order."""
     return tuple(
-        replace(rows[0], **_median_times(rows))
+        replace(rows[0], **_medians(rows))
         for rows in zip(*rounds, strict=True)
     )
 
 
-def _median_times(rows: Sequence[ProfileRow]) -> dict[str, Any]:
-    names = [name for name in ("forward_s", "backward_s", *HOST) if getattr(rows[0], name) is not None]
+def _medians(rows: Sequence[ProfileRow]) -> dict[str, Any]:
+    names = [name for name in ("forward_s", "backward_s", *OPTIONAL) if getattr(rows[0], name) is not None]
     return {name: statistics.median(getattr(row, name) for row in rows) for name in names}
 
 

@@ -63,6 +63,7 @@ class Conv2d(Kind):
     """
 
     name = "conv2d"
+    takes_library_memory = True
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:
         sides = windowed(self.name, attributes, inputs[0])
@@ -176,6 +177,7 @@ class Shortcut(Kind):
     """
 
     name = "shortcut"
+    takes_library_memory = True
     num_inputs = 2
 
     def outputs(self, attributes: Attributes, inputs: Sequence[Shape]) -> tuple[Shape, ...]:

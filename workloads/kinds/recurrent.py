@@ -40,6 +40,7 @@ class Lstm(Kind):
     """
 
     name = "lstm"
+    takes_library_memory = True
 
     @staticmethod
     def _directions(attributes: Attributes) -> int:
