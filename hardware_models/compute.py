@@ -5,18 +5,18 @@ Nothing here knows the host: launches are priced by the engine from ``GpuType.la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import ceil, sqrt
 
 from hardware_models.gpus import (
     AttentionCurve,
+    ConvolutionFactors,
     DtypeError,
     EfficiencyCurves,
     GpuType,
     MatmulCurve,
     MemoryCurve,
     curves_of,
+    load_curves,
 )
 from workloads.kernels import WINOGRAD_KERNEL, Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 from workloads.kinds.base import DTYPE_BYTES
@@ -39,7 +39,8 @@ def kernel_time_s(gpu: GpuType, kernel: Kernel, dtype: str) -> float:
     elif isinstance(kernel, Matmul):
         seconds = matmul_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
     elif isinstance(kernel, Convolution):
-        seconds = convolution_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
+        factors = convolution_factors(curves, dtype)
+        seconds = convolution_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype, factors)
     else:
         seconds = attention_s(gpu, curves.attention, kernel, dtype)
     return max(gpu.kernel_floor_s, seconds)
@@ -83,19 +84,15 @@ ALIGNED_BYTES = 16
 """Rows that tensor cores load at full width start at multiples of this (cuBLAS, "Tensor Core usage")."""
 
 
-def is_misaligned(kernel: Matmul | Convolution, element_bytes: int) -> bool:
+def is_misaligned(kernel: Matmul, element_bytes: int) -> bool:
     """Return whether rows of a 16-bit operand or of the product start anywhere but at multiples of 16 bytes.
 
     Rows are as long as: forward, the inputs (k) and the outputs (n); data gradient, the outputs (k) and the inputs
-    (n); weight gradient, the outputs (m) and the inputs (n), since tokens are what is summed over. Of a convolution,
-    the channels of a pixel on either side, whatever the window and the role.
+    (n); weight gradient, the outputs (m) and the inputs (n), since tokens are what is summed over.
     """
     if element_bytes != DTYPE_BYTES["fp16"]:
         return False
-    if isinstance(kernel, Convolution):
-        lengths = (kernel.in_channels, kernel.out_channels)
-    else:
-        lengths = (kernel.m, kernel.n) if kernel.role == "weight_gradient" else (kernel.k, kernel.n)
+    lengths = (kernel.m, kernel.n) if kernel.role == "weight_gradient" else (kernel.k, kernel.n)
     return any(length * element_bytes % ALIGNED_BYTES for length in lengths)
 
 
@@ -109,44 +106,26 @@ PARTIAL_BYTES = 2 * 4
 """Partial sums are written and read again, in fp32."""
 
 
-@dataclass(frozen=True)
-class ConvolutionFactors:
-    """What convolutions take beside the matrix products that they amount to.
-
-    Attributes:
-        slowness: Time of the implicit product over that of the matrix product, by role.
-        half_k_share: ``half_k`` over that of the curve.
-        few_channels_slowness: On top where the input has at most FEW_CHANNELS.
-        transform_fraction: Share of the memory bandwidth that Winograd's transforms move at.
-    """
-
-    slowness: Mapping[str, float]
-    half_k_share: float
-    few_channels_slowness: float
-    transform_fraction: float
+SHIPPED_FACTORS = ("volta", "fp32")
+"""The curves whose factors stand for those of GPUs and types where no convolution was measured."""
 
 
-CONVOLUTION_FACTORS = ConvolutionFactors(
-    slowness={"forward": 1.14, "data_gradient": 1.14, "weight_gradient": 1.27},
-    half_k_share=0.19,
-    few_channels_slowness=1.96,
-    transform_fraction=0.67,
-)
-"""``calibration.fit_convolutions`` on aceso_v100/ops.csv.gz: db eurosys, resnet 500M, tp 1, fp32 on V100 (392 rows).
-Other GPUs and types have the same factors on their own curves."""
+def convolution_factors(curves: EfficiencyCurves, dtype: str) -> ConvolutionFactors:
+    """Return what convolutions of a type take beside their products on a GPU with these curves."""
+    if dtype in curves.convolutions:
+        return curves.convolutions[dtype]
+    name, measured = SHIPPED_FACTORS
+    return load_curves(name).convolutions[measured]
 
 
 def convolution_s(
-    gpu: GpuType,
-    curve: MatmulCurve,
-    kernel: Convolution,
-    dtype: str,
-    factors: ConvolutionFactors = CONVOLUTION_FACTORS,
+    gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str, factors: ConvolutionFactors
 ) -> float:
     """Return seconds of a convolution: of its implicit product or by Winograd's algorithm, whichever is quicker.
 
     cuDNN has the latter for fp32, windows of 3x3 and stride 1. Libraries never write the windows to memory: pixels
-    that overlap count once, as the images, and nothing is quicker than that traffic.
+    that overlap count once, as the images, and nothing is quicker than that traffic. In 16 bits whole groups of channels
+    are worked on, in a layout of their own that images are copied into and out of.
     """
     curve = curve.model_copy(
         update={
@@ -155,28 +134,31 @@ def convolution_s(
             "half_waves": curve.half_waves * curve.tile_n / CONVOLUTION_TILE_N,  # as many elements
         }
     )
-    seconds = _implicit_product_s(gpu, curve, kernel, dtype, factors)
-    if kernel.kernel == WINOGRAD_KERNEL and kernel.stride == 1 and dtype == "fp32":
-        seconds = min(seconds, _winograd_s(gpu, curve, kernel, dtype, factors))
-    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
-    return max(seconds, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
-
-
-def _implicit_product_s(
-    gpu: GpuType, curve: MatmulCurve, kernel: Convolution, dtype: str, factors: ConvolutionFactors
-) -> float:
-    product, misaligned = kernel.product, is_misaligned(kernel, DTYPE_BYTES[dtype])
-    seconds = _arithmetic_s(gpu, curve, product, dtype, misaligned=misaligned)
-    if product.role == "weight_gradient":
-        seconds = min(seconds, _split_s(gpu, curve, product, dtype, misaligned=misaligned))
+    is_padded = DTYPE_BYTES[dtype] == DTYPE_BYTES["fp16"]
+    product = kernel.padded.product if is_padded else kernel.product
+    seconds = _implicit_product_s(gpu, curve, product, dtype) * factors.slowness[kernel.role]
     if kernel.in_channels <= FEW_CHANNELS:
-        # Rows that are not aligned are charged for the same loads already.
-        charged = curve.misaligned_fraction if misaligned else 1.0
-        seconds *= max(1.0, factors.few_channels_slowness * charged)
-    return seconds * factors.slowness[kernel.role]
+        seconds *= factors.few_channels_slowness
+    if kernel.kernel == WINOGRAD_KERNEL and kernel.stride == 1 and dtype == "fp32":
+        share = factors.winograd_share[kernel.role]
+        winograd_s = _winograd_s(gpu, curve, kernel, dtype, factors)
+        seconds = min(seconds, share * winograd_s + (1.0 - share) * seconds)
+    num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
+    seconds = max(seconds, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
+    if is_padded and kernel.is_reordered:
+        moved = (kernel.image_elements() + kernel.padded.image_elements()) * DTYPE_BYTES[dtype]
+        seconds += moved / (gpu.memory_bytes_per_s * factors.transform_fraction)
+    return seconds
 
 
-def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str, *, misaligned: bool) -> float:
+def _implicit_product_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str) -> float:
+    seconds = _arithmetic_s(gpu, curve, product, dtype, misaligned=False)
+    if product.role == "weight_gradient":
+        seconds = min(seconds, _split_s(gpu, curve, product, dtype))
+    return seconds
+
+
+def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str) -> float:
     """Return seconds of a product split along its inner dimension into the best number of parts, two at least.
 
     ``s`` parts fill the GPU ``s`` times better; each has to start (``half_k``) and leaves a partial result. With ``t``
@@ -185,8 +167,6 @@ def _split_s(gpu: GpuType, curve: MatmulCurve, product: Matmul, dtype: str, *, m
     """
     elements, waves = _tiled(gpu, curve, product)
     rate = gpu.peak(dtype) * curve.limit[product.role]
-    if misaligned:
-        rate *= curve.misaligned_fraction
     full_s, lack = 2.0 * product.batch * elements / rate, curve.half_waves / waves
     partial_bytes = product.batch * product.m * product.n * PARTIAL_BYTES
     partial_s = partial_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
@@ -21,7 +21,9 @@ from hardware_models.schema import (
     HalfWaves,
     Positive,
     RampBytes,
+    Ratio,
     Seconds,
+    Share,
     Slowdown,
     Text,
 )
@@ -125,12 +127,40 @@ class AttentionCurve(FileModel):
     backward_half_waves: HalfWaves = 0.0
 
 
+class ConvolutionFactors(FileModel):
+    """What convolutions take beside the matrix products that they amount to.
+
+    Attributes:
+        slowness: Time of the implicit product over that of the matrix product, by role.
+        half_k_share: ``half_k`` over that of the curve.
+        few_channels_slowness: On top where the input has at most four channels.
+        transform_fraction: Share of the memory bandwidth that Winograd's transforms move at, and copies into the
+            layout of tensor cores.
+        source: Where it comes from.
+        winograd_share: Of convolutions that Winograd's algorithm would be quicker for, those that the library's rules
+            give to it, by role.
+    """
+
+    slowness: Mapping[str, Slowdown]
+    half_k_share: Ratio
+    few_channels_slowness: Slowdown
+    transform_fraction: Fraction
+    source: Text
+    winograd_share: Mapping[str, Share] = Field(default=dict.fromkeys(MATMUL_ROLES, 1.0))
+
+    @field_validator("slowness", "winograd_share")
+    @classmethod
+    def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        return _exactly(value, MATMUL_ROLES)
+
+
 class EfficiencyCurves(FileModel):
-    """All curves of one GPU architecture; ``matmul`` by dtype."""
+    """All curves of one GPU architecture; ``matmul`` and ``convolutions``, where they were measured, by dtype."""
 
     matmul: Mapping[str, MatmulCurve]
     memory: MemoryCurve
     attention: AttentionCurve
+    convolutions: Mapping[str, ConvolutionFactors] = {}
 
 
 class DtypeError(ValueError):

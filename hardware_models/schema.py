@@ -27,6 +27,12 @@ Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
 Fraction = Annotated[float, Field(ge=1e-6, le=1)]
 """A share of a peak, above zero: a millionth is far below any."""
 
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A part of a whole: none of it, or all."""
+
+Ratio = Annotated[float, Field(ge=0, le=1e3)]
+"""One figure over another, which may be nothing."""
+
 Slowdown = Annotated[float, Field(ge=1, le=10)]
 """A factor by which something takes longer."""
 

@@ -6,12 +6,16 @@ One entry is one kernel launch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
 WINOGRAD_KERNEL, WINOGRAD_TILE = 3, 4
 """Side of the window that cuDNN has Winograd's algorithm for, and of the output tile of its variant with most
 channels (``CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED``; Lavin and Gray 2016)."""
+
+CHANNELS_TOGETHER = 8
+"""Channels of a pixel that tensor cores load at once, 16 bytes: cuDNN pads others with zeros ("Channels In And Out
+Requirements" of NVIDIA's performance guide for convolutional layers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,30 @@ class Convolution:
             return Matmul(m=tiles, n=self.in_channels, k=self.out_channels, batch=places, role=self.role)
         return Matmul(m=self.out_channels, n=self.in_channels, k=tiles, batch=places, role=self.role)
 
+    @property
+    def padded(self) -> Convolution:
+        """The convolution that tensor cores run: whole groups of channels."""
+        return replace(
+            self,
+            in_channels=CHANNELS_TOGETHER * ceil(self.in_channels / CHANNELS_TOGETHER),
+            out_channels=CHANNELS_TOGETHER * ceil(self.out_channels / CHANNELS_TOGETHER),
+        )
+
+    @property
+    def is_reordered(self) -> bool:
+        """Tensor cores want the channels of a pixel side by side: cuDNN copies both images there and back.
+
+        Not where a pixel is a window: the images are matrices as they are.
+        """
+        return self.kernel > 1 or self.stride > 1
+
+    def image_elements(self) -> float:
+        """Elements of both images."""
+        return float(self.samples) * (self.in_channels * self.in_pixels + self.out_channels * self.out_pixels)
+
     def num_elements(self) -> float:
         """Elements read and written once: both images and the weight."""
-        images = self.in_channels * self.in_pixels + self.out_channels * self.out_pixels
-        return float(self.samples) * images + float(self.in_channels) * self.out_channels * self.kernel**2
+        return self.image_elements() + float(self.in_channels) * self.out_channels * self.kernel**2
 
 
 @dataclass(frozen=True, slots=True)

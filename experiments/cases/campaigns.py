@@ -29,9 +29,14 @@ from workloads.model_file import spec_from_mapping
 from workloads.registry import build_from_spec
 
 FOLDER = PRINTED / "campaigns"
-CALIBRATED = {"single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b"), "single-gpu-families": ("gpt-dropout",)}
-"""Models on whose operators the GPU's curves are fitted (``experiments.fit_h100`` on those of ``single-gpu``), or whose
-operators are of the same shapes, by campaign: their plans are in no group that is predicted without a profile."""
+CALIBRATED = {
+    "single-gpu": ("gpt-350m", "gpt-2.6b", "llama-1b"),
+    "single-gpu-families": ("gpt-dropout",),
+    "single-gpu-convolutions": ("resnet-96", "resnet-160", "vgg-48"),
+}
+"""Models on whose operators the GPU's curves are fitted (``experiments.fit_h100`` on those of ``single-gpu``,
+``experiments.fit_h100_convolutions``), or whose operators are of the same shapes, by campaign: their plans are in no
+group that is predicted without a profile."""
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -160,7 +165,6 @@ def cases_of(path: Path) -> Iterator[Case]:
                 case,
                 row_id=f"{case.row_id} as held",
                 groups=(group,),
-                problem=partial(_problem, path, number, profiled=False),
                 measured=Measured(peak_bytes=held, peak_is_reserved=True),
             )
 

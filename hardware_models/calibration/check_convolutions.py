@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from hardware_models.calibration.aceso_rows import RESNET_SIZES, convolution_rows
-from hardware_models.calibration.fit_convolutions import FITTED, predicted_s
-from hardware_models.compute import CONVOLUTION_FACTORS
+from hardware_models.calibration.fit_convolutions import FITTED, predicted_s, shipped_factors
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def errors(table: Path) -> list[Errors]:
         rows = list(convolution_rows(table, size=size))
         for phase in ("forward", "backward"):
             own = [row for row in rows if row.group.endswith(phase)]
-            predicted = predicted_s(own, CONVOLUTION_FACTORS).tolist()
+            predicted = predicted_s(own, shipped_factors()).tolist()
             signed = tuple(seconds / row.seconds - 1 for seconds, row in zip(predicted, own, strict=True))
             found.append(Errors(size, phase, signed, sum(predicted) / sum(row.seconds for row in own) - 1))
     return found

@@ -19,10 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from hardware_models.calibration.aceso_rows import convolution_rows
-from hardware_models.calibration.kernel_fit import KernelRow, Parameter, Vector, least, report_errors
-from hardware_models.compute import CONVOLUTION_FACTORS, ConvolutionFactors, convolution_s
-from hardware_models.gpus import load_curves, load_gpu
-from workloads.kernels import Convolution
+from hardware_models.calibration.kernel_fit import KernelRow, Parameter, Vector, least, predict_s, report_errors
+from hardware_models.gpus import MATMUL_ROLES, ConvolutionFactors, load_curves, load_gpu
 
 FITTED = "500M"
 GPU, DTYPE = "v100-sxm2-32gb", "fp32"
@@ -35,28 +33,38 @@ PARAMETERS = (
 )
 
 
-def factors_of(values: Mapping[str, float]) -> ConvolutionFactors:
-    """Return factors from values by PARAMETERS' places."""
-    forward = values["slowness.forward"]
+def factors_of(values: Mapping[str, float], source: str = "this run") -> ConvolutionFactors:
+    """Return factors from values by parameters' places; a data gradient's are the forward pass's unless it has its own.
+
+    ``winograd_share.gradient`` is that of both gradients.
+    """
+    slowness = {role: values.get(f"slowness.{role}", values["slowness.forward"]) for role in MATMUL_ROLES}
+    gradient = values.get("winograd_share.gradient", 1.0)
     return ConvolutionFactors(
-        slowness={
-            "forward": forward, "data_gradient": forward, "weight_gradient": values["slowness.weight_gradient"]
-        },
+        slowness=slowness,
         half_k_share=values["half_k_share"],
         few_channels_slowness=values["few_channels_slowness"],
         transform_fraction=values["transform_fraction"],
+        source=source,
+        winograd_share={
+            "forward": values.get("winograd_share.forward", 1.0), "data_gradient": gradient, "weight_gradient": gradient
+        },
     )  # fmt: skip
 
 
-def predicted_s(rows: Sequence[KernelRow], factors: ConvolutionFactors) -> Vector:
-    """Return the seconds of each row."""
-    gpu = load_gpu(GPU)
-    curve = load_curves(gpu.curves).matmul[DTYPE]
-    found = []
-    for row in rows:
-        kernels = [kernel for kernel in row.kernels if isinstance(kernel, Convolution)]
-        found.append(sum(convolution_s(gpu, curve, kernel, DTYPE, factors) for kernel in kernels))
-    return np.array(found)
+def predicted_s(
+    rows: Sequence[KernelRow], factors: ConvolutionFactors, gpu_name: str = GPU, dtype: str = DTYPE
+) -> Vector:
+    """Return the seconds of each row: of its convolutions, and of what they have with them (a bias)."""
+    gpu = load_gpu(gpu_name)
+    base = load_curves(gpu.curves)
+    curves = base.model_copy(update={"convolutions": {**base.convolutions, dtype: factors}})
+    return np.array([predict_s(gpu, curves, dtype, row.kernels) for row in rows])
+
+
+def shipped_factors() -> ConvolutionFactors:
+    """Return the constants that these rows gave."""
+    return load_curves(load_gpu(GPU).curves).convolutions[DTYPE]
 
 
 def main() -> None:
@@ -67,7 +75,7 @@ def main() -> None:
     rows = list(convolution_rows(table, size=FITTED))
     factors = factors_of(least(PARAMETERS, rows, lambda values: predicted_s(rows, factors_of(values))))
     report_errors("fit rows", rows, predicted_s(rows, factors).tolist())
-    report_errors("fit rows, shipped constants", rows, predicted_s(rows, CONVOLUTION_FACTORS).tolist())
+    report_errors("fit rows, shipped constants", rows, predicted_s(rows, shipped_factors()).tolist())
 
 
 if __name__ == "__main__":

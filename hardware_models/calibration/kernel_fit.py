@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from hardware_models.compute import attention_s, convolution_s, matmul_s, memory_bound_s
+from hardware_models.compute import attention_s, convolution_factors, convolution_s, matmul_s, memory_bound_s
 from hardware_models.gpus import (
     MATMUL_ROLES,
     PATTERNS,
@@ -70,7 +70,7 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
         elif isinstance(kernel, FlashAttention):
             seconds = attention_s(gpu, curves.attention, kernel, dtype)
         elif isinstance(kernel, Convolution):
-            seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype)
+            seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype, convolution_factors(curves, dtype))
         else:
             seconds = memory_bound_s(gpu, curves.memory, kernel)
         total += max(gpu.kernel_floor_s, seconds)
@@ -116,7 +116,9 @@ def build_curves(
         forward_half_waves=values.get("attention.forward_half_waves", base.attention.forward_half_waves),
         backward_half_waves=values.get("attention.backward_half_waves", base.attention.backward_half_waves),
     )
-    return EfficiencyCurves(matmul={**base.matmul, dtype: matmul}, memory=memory, attention=attention)
+    return EfficiencyCurves(
+        matmul={**base.matmul, dtype: matmul}, memory=memory, attention=attention, convolutions=base.convolutions
+    )
 
 
 def fit(

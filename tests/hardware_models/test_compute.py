@@ -94,11 +94,11 @@ def test_attention_of_few_heads_leaves_multiprocessors_idle(backward: bool, meas
 
 
 def test_a_convolution_never_moves_the_windows_of_its_pixels() -> None:
-    """A 3x3 convolution of 64 channels reads each pixel nine times, but on the chip: 25.7 MB are moved, not 128."""
+    """A 3x3 convolution of 64 channels reads each pixel nine times, but on the chip: 51 MB are moved, not 257."""
     kernel = Convolution(32, 64, 64, 56 * 56, 56 * 56, 3)
-    seconds = A100.kernel_time_s(A100_GPU, kernel, "bf16")
-    windows_s = kernel.product.num_elements() * 2 / 2039e9
-    assert kernel.flop / A100.peak_flop_per_s(A100_GPU, "bf16") < seconds < windows_s
+    seconds = A100.kernel_time_s(A100_GPU, kernel, "tf32")
+    windows_s = kernel.product.num_elements() * 4 / 2039e9
+    assert kernel.flop / A100.peak_flop_per_s(A100_GPU, "tf32") < seconds < windows_s
 
 
 def test_h100_passes_over_memory_reach_what_a100_ones_do() -> None:

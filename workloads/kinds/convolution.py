@@ -9,10 +9,14 @@ from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
 from workloads.kinds.base import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    DTYPE_BYTES,
     FORWARD,
+    KEPT,
+    RESULTS,
     Attributes,
     Kind,
     Local,
+    MemoryStep,
     Parameter,
     Saved,
     Shape,
@@ -90,6 +94,18 @@ class Conv2d(Kind):
     def saved(self, local: Local) -> tuple[Saved, ...]:
         return (Saved("input:0"),)
 
+    def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
+        if phase == BACKWARD_INPUT and flag(local.attributes, "reads_data"):
+            return ()
+        return reordered_images(local.inputs[0], local.outputs[0], local, phase)
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        """Results first, then what the library works in, which is given back at once."""
+        taken = [MemoryStep("copies", each) for each in self.workspace(phase, local)]
+        given = [MemoryStep(step.name, gives=True) for step in taken]
+        kept = (MemoryStep(KEPT), MemoryStep(KEPT, gives=True)) if phase == FORWARD else ()
+        return (MemoryStep(RESULTS), *taken, *given, *kept)
+
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_INPUT and flag(local.attributes, "reads_data"):
             return []
@@ -114,6 +130,17 @@ def convolution(source: Shape, target: Shape, attributes: Attributes, phase: str
         stride=integer(attributes, "stride", 1),
         role=_phases(phase),
     )
+
+
+def reordered_images(source: Shape, target: Shape, local: Local, phase: str) -> tuple[tuple[Shape, str], ...]:
+    """Return what a convolution of 16-bit numbers is worked on in: copies of both images, one allocation.
+
+    See `Convolution.is_reordered`.
+    """
+    kernel = convolution(source, target, local.attributes, phase)
+    if local.element_bytes != DTYPE_BYTES["fp16"] or not kernel.is_reordered:
+        return ()
+    return (((int(kernel.padded.image_elements()),), "activation"),)
 
 
 @register
@@ -151,7 +178,7 @@ class BatchNorm(Kind):
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.inputs)
-        found = norm_kernels(phase, size)
+        found = norm_kernels(phase, size, local)
         if flag(local.attributes, "relu") and phase == FORWARD:
             found.append(MemoryBound(size, size))
         if flag(local.attributes, "relu") and phase == BACKWARD_INPUT:
@@ -159,8 +186,14 @@ class BatchNorm(Kind):
         return found
 
 
-def norm_kernels(phase: str, size: float) -> list[Kernel]:
-    """Return the kernels of a batch norm of ``size`` bytes; weight gradients come out of the input's."""
+def norm_kernels(phase: str, size: float, local: Local) -> list[Kernel]:
+    """Return the kernels of a batch norm of ``size`` bytes; weight gradients come out of the input's.
+
+    In bf16, which cuDNN's are not for, PyTorch's own load one number a thread: two bytes as slowly as four
+    (``aten/src/ATen/native/Normalization.cpp``, ``cuda/Normalization.cuh``; no vectors where pixels come last).
+    """
+    if local.implementation.dtype == "bf16":
+        size *= DTYPE_BYTES["fp32"] / DTYPE_BYTES["bf16"]
     if phase == FORWARD:  # statistics, then the normalised tensor
         return [MemoryBound(2 * size, size, "reduction")]
     return [MemoryBound(4 * size, size, "reduction")] if phase == BACKWARD_INPUT else []
@@ -217,14 +250,15 @@ class Shortcut(Kind):
         size = size_bytes(local, local.outputs)
         found: list[Kernel] = [convolution(local.inputs[1], local.outputs[0], local.attributes, phase)]
         if phase == FORWARD:
-            return [*found, *norm_kernels(phase, size), MemoryBound(2 * size, size)]
+            return [*found, *norm_kernels(phase, size, local), MemoryBound(2 * size, size)]
         if phase == BACKWARD_INPUT:
             residual = size_bytes(local, local.inputs[1:])
             # The gradients of the block's two readers of the residual are added.
-            return [*norm_kernels(phase, size), *found, MemoryBound(2 * residual, residual)]
+            return [*norm_kernels(phase, size, local), *found, MemoryBound(2 * residual, residual)]
         return found
 
     def workspace(self, phase: str, local: Local) -> tuple[tuple[Shape, str], ...]:
         # The normalised projection, before the sum; its gradient in backward.
-        return () if phase == BACKWARD_WEIGHT else ((local.outputs[0], "activation"),)
+        made = () if phase == BACKWARD_WEIGHT else ((local.outputs[0], "activation"),)
+        return (*made, *reordered_images(local.inputs[1], local.outputs[0], local, phase))
 
