@@ -124,8 +124,8 @@ def convolution_s(
     """Return seconds of a convolution: of its implicit product or by Winograd's algorithm, whichever is quicker.
 
     cuDNN has the latter for fp32, windows of 3x3 and stride 1. Libraries never write the windows to memory: pixels
-    that overlap count once, as the images, and nothing is quicker than that traffic. In 16 bits whole groups of channels
-    are worked on, in a layout of their own that images are copied into and out of.
+    that overlap count once, as the images, and nothing is quicker than that traffic. In 16 bits whole groups of
+    channels are worked on, in a layout of their own that images are copied into and out of.
     """
     curve = curve.model_copy(
         update={

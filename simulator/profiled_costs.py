@@ -7,17 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hardware_models.profile import LIBRARY, OperatorProfile, ProfileLookup, ProfileRow
+from hardware_models.profile import LIBRARY as LIBRARY_COLUMNS
+from hardware_models.profile import OperatorProfile, ProfileLookup, ProfileRow
 from hardware_models.profile import Split as SplitWord
 from simulator.operator_cost import OperatorCost, SizedStep
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
 from simulator.segments import Segment
-from workloads.kinds.base import RESULTS
+from workloads.kinds.base import LIBRARY, RESULTS
 from workloads.operators import Operator, Workload
-
-LIBRARY_WORKSPACE = "library's workspace"
-"""Name of a step of ``OperatorCost``."""
 
 Modelled = Callable[[Sharding, int], OperatorCost]
 """What the model says of an operator, so split, with so many samples a rank."""
@@ -82,28 +80,37 @@ def with_profile(
 
 
 def _library_memory(cost: OperatorCost, row: ProfileRow) -> dict[str, Any]:
-    """Return the changed fields of a cost whose kernels' library works in memory of its own.
+    """Return the changed fields of a cost whose kernels' library works in more memory than the model knows of.
 
-    It is taken when results are there, and given back before anything else is made: forward, beside gradients of
-    inputs, and again beside those of weights, since a row does not tell which of the two had it.
+    It is one allocation with what the model has, taken when results are there and given back before anything else is
+    made. What a backward pass takes more is counted beside the gradients of weights, whose partial sums it is in
+    16 bits (`Convolution`): those of inputs then fit where the forward pass worked, and these do not.
     """
     forward, backward = int(row.forward_library_bytes or 0), int(row.backward_library_bytes or 0)
     changed: dict[str, Any] = {}
     if forward:
-        changed["workspace_forward"] = (*cost.workspace_forward, forward)
-        changed["steps_forward"] = _beside_results(cost.steps_forward, forward)
+        known = max((size for name, size in cost.steps_forward if name == LIBRARY), default=0)
+        changed["steps_forward"] = _with_library(cost.steps_forward, known + forward)
+        changed["workspace_forward"] = _enlarged(cost.workspace_forward, known, forward)
     if backward:
-        changed["workspace_backward"] = (*cost.workspace_backward, backward)
-        changed["steps_backward"] = _beside_results(cost.steps_backward, backward)
-        if cost.parameters:
-            changed["workspace_weight"] = (*cost.workspace_weight, backward)
+        known = max(cost.workspace_weight, default=0)
+        changed["workspace_weight"] = _enlarged(cost.workspace_weight, known, backward)
     return changed
 
 
-def _beside_results(steps: tuple[SizedStep, ...], num_bytes: int) -> tuple[SizedStep, ...]:
-    """Return the steps of a pass with what a library takes behind its results, and gives back at once."""
-    place = 1 + [name for name, _ in steps].index(RESULTS)
-    return (*steps[:place], (LIBRARY_WORKSPACE, num_bytes), (LIBRARY_WORKSPACE, -1), *steps[place:])
+def _enlarged(tensors: tuple[int, ...], known: int, num_bytes: int) -> tuple[int, ...]:
+    """Return sizes of tensors of which one of ``known`` bytes is larger; one more where none is known."""
+    others = list(tensors)
+    if known:
+        others.remove(known)
+    return (*others, known + num_bytes)
+
+
+def _with_library(steps: tuple[SizedStep, ...], num_bytes: int) -> tuple[SizedStep, ...]:
+    """Return the steps of a pass with what its library takes behind the results, and gives back at once."""
+    others = [step for step in steps if step[0] != LIBRARY]
+    place = 1 + [name for name, _ in others].index(RESULTS)
+    return (*others[:place], (LIBRARY, num_bytes), (LIBRARY, -1), *others[place:])
 
 
 def profile_role(profile: OperatorProfile, workload: Workload, index: int) -> str:
@@ -179,7 +186,7 @@ def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_
         row,
         forward_s=grown(row.forward_s, there.forward, here.forward),
         backward_s=grown(row.backward_s, there.backward_alone, here.backward_alone),
-        **{name: larger * getattr(row, name) for name in LIBRARY if getattr(row, name) is not None},
+        **{name: larger * getattr(row, name) for name in LIBRARY_COLUMNS if getattr(row, name) is not None},
     )
 
 

@@ -109,8 +109,8 @@ class HeldBackTimes(OperatorTimes):
     def drain(self) -> tuple[Samples, Samples]:
         """Return the samples since the last call, in seconds: of the kernels, and of the host.
 
-        Kernels that the GPU was not held back for long enough count only where an operator has no others. From the first
-        call on bytes are counted no more.
+        Kernels that the GPU was not held back for long enough count only where an operator has no others. Bytes are
+        counted no more from the first call on.
         """
         self._counts_bytes = False
         host: Samples = {}

@@ -111,7 +111,7 @@ def test_what_cudnn_works_in_is_in_a_profile_and_in_the_peaks_it_predicts(tmp_pa
     assert any(row.forward_library_bytes or row.backward_library_bytes for row in convolutions)
     (outcome,) = evaluate(campaign, work, rounds, fitted, machine_name(), now()).outcomes
     assert outcome.memory.measured_allocated is not None
-    assert outcome.memory.predicted_allocated == pytest.approx(outcome.memory.measured_allocated, rel=0.04)
+    assert outcome.memory.predicted_allocated == pytest.approx(outcome.memory.measured_allocated, rel=0.08)
 
 
 def test_a_run_that_does_not_fit_says_so() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from datafiles.tables import load_table
 from tests.workloads.graphs import EAGER_FP32, SHARED_DATA, local_operator
 from workloads import build_workload
-from workloads.kernels import Convolution
+from workloads.kernels import Convolution, MemoryBound
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.local import matmul_flop
 from workloads.models.resnet import ResNetSpec
@@ -85,3 +87,17 @@ def test_an_image_that_does_not_halve_is_refused() -> None:
 def test_more_blocks_than_fit_into_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks\.0: must be less than or equal to 16384, got 16777216"):
         build_workload("resnet-50", overrides={"blocks": [2**24, 4, 6, 3]})
+
+
+def test_batch_norms_in_bf16_load_two_bytes_as_slowly_as_four() -> None:
+    """PyTorch's own; in fp16, which cuDNN has, half of fp32's bytes."""
+    workload = build_workload("resnet-50")
+    index = next(number for number, op in enumerate(workload.operators) if op.kind == "batch_norm")
+
+    def moved(dtype: str) -> float:
+        local = local_operator(workload, index, replace(EAGER_FP32, dtype=dtype))
+        (kernel,) = workload.operators[index].definition.kernels(FORWARD, local)
+        assert isinstance(kernel, MemoryBound)
+        return kernel.total_bytes
+
+    assert moved("bf16") == moved("fp32") == 2 * moved("fp16")

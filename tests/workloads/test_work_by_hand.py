@@ -191,12 +191,13 @@ def test_attention_in_windows_is_a_small_product_for_each_window() -> None:
             [(B, 6, 4, 4), IMAGE],
             (6 * PIXELS / 2, 5 * PIXELS / 2 + 3 * PIXELS, 0),
         ),
-        # A place for each of a quarter of the pixels; in backward zeros first.
+        # Two bytes as slowly as four; a place for each of a quarter of the pixels. In backward zeros, then each pixel
+        # reads place and gradient of its window.
         (
             "max_pool",
             {"kernel": 2, "stride": 2},
             [IMAGE],
-            (PIXELS * 5 / 4 + INDEX * B * 3 * 16, 2 * PIXELS + PIXELS / 4 + INDEX * B * 3 * 16, 0),
+            (2 * PIXELS * 5 / 4 + INDEX * B * 3 * 16, PIXELS + 2 * 2 * PIXELS + 4 * INDEX * B * 3 * 16, 0),
         ),
         ("global_average_pool", {}, [IMAGE], (PIXELS + E * B * 3, PIXELS + E * B * 3, 0)),
         ("flatten", {}, [IMAGE], (0, 0, 0)),

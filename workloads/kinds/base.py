@@ -180,6 +180,9 @@ class Saved:
 RESULTS, KEPT, GRADIENTS = "results", "kept", "output gradients"
 """What a phase makes (outputs or input gradients), private tensors that forward keeps, and what backward is given."""
 
+LIBRARY = "library's workspace"
+"""What the library of a phase's kernels works in (cuDNN): one allocation, given back at once."""
+
 
 @dataclass(frozen=True)
 class MemoryStep:

@@ -12,6 +12,7 @@ from workloads.kinds.base import (
     DTYPE_BYTES,
     FORWARD,
     KEPT,
+    LIBRARY,
     RESULTS,
     Attributes,
     Kind,
@@ -101,7 +102,7 @@ class Conv2d(Kind):
 
     def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
         """Results first, then what the library works in, which is given back at once."""
-        taken = [MemoryStep("copies", each) for each in self.workspace(phase, local)]
+        taken = [MemoryStep(LIBRARY, each) for each in self.workspace(phase, local)]
         given = [MemoryStep(step.name, gives=True) for step in taken]
         kept = (MemoryStep(KEPT), MemoryStep(KEPT, gives=True)) if phase == FORWARD else ()
         return (MemoryStep(RESULTS), *taken, *given, *kept)

@@ -56,12 +56,19 @@ class MaxPool(_ByChannel):
         return Saved("input:0"), Saved("places", local.outputs[0], "index")
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
-        before, after = size_bytes(local, local.inputs), size_bytes(local, local.outputs)
+        """Return PyTorch's kernels, whose threads load one number each, two bytes as slowly as four.
+
+        Backward each pixel reads place and gradient of every window that it is in
+        (``aten/src/ATen/native/cuda/DilatedMaxPool2d.cu``).
+        """
+        slower = max(1.0, DTYPE_BYTES["fp32"] / local.element_bytes)
+        before, after = (slower * size_bytes(local, shapes) for shapes in (local.inputs, local.outputs))
         places = float(DTYPE_BYTES["index"] * prod(local.outputs[0]))
         if phase == FORWARD:
             return [MemoryBound(before, after + places)]
-        if phase == BACKWARD_INPUT:  # set to zero, then scatter
-            return [MemoryBound(0.0, before), MemoryBound(after + places, before, "gather")]
+        if phase == BACKWARD_INPUT:  # set to zero, then filled
+            pixels = integer(local.attributes, "kernel") ** 2
+            return [MemoryBound(0.0, size_bytes(local, local.inputs)), MemoryBound(pixels * (after + places), before)]
         return []
 
 
