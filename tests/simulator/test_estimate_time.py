@@ -150,27 +150,40 @@ def test_whole_iterations_take_what_the_simulator_says(model: str, cluster: str,
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "runtime", "shape", "error"),
-    [
-        ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2), 1e-3),  # unlike stages
-        ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, zero=2), 1e-3),
-        ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, schedule="gpipe"), 1e-3),
-        ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2), 1e-3),  # reductions longer than passes
-        pytest.param(
-            "vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1"), 0.01,
-            marks=pytest.mark.xfail(strict=True, reason="the estimate is 1.1 % too short"),
-        ),
-        ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=2, dp=4, schedule="interleaved", chunks=2), 0.01),
-    ],
+REDUCED = (
+    ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2)),  # unlike stages
+    ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, zero=2)),
+    ("wide-resnet-1b", "v100-32g-dgx1:1x8", "megatron-lm-2021-fp32", dict(pp=4, dp=2, schedule="gpipe")),
+    ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2)),  # reductions longer than passes
+    ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=4, dp=2, schedule="zb-h1")),
+    ("vit-large", "v100-1gpu-10g:8x1", "alpa", dict(pp=2, dp=4, schedule="interleaved", chunks=2)),
 )
-def test_reductions_of_each_microbatch_that_are_waited_for_lengthen_its_backward_pass(
-    model: str, cluster: str, runtime: str, shape: dict, error: float
-) -> None:
-    problem = ProblemSpec(model, cluster, runtime, 64).load()
+SHARED = pytest.mark.xfail(strict=True, reason="1.1 % too short: transfers share cards with reductions")
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        *((case, 1e-3) for case in REDUCED[:4]), pytest.param(REDUCED[4], 0.01, marks=SHARED), (REDUCED[5], 0.01)
+    ],
+)  # fmt: skip
+def test_reductions_of_each_microbatch_that_are_waited_for_lengthen_its_backward_pass(case, error: float) -> None:
+    found_s, expected_s = reduced_each_time_s(case)
+    assert found_s == pytest.approx(expected_s, rel=error)
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_they_do_so_exactly_where_nothing_shares_a_link(case) -> None:
+    found_s, expected_s = reduced_each_time_s(case, "contention")
+    assert found_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def reduced_each_time_s(case, *left_out: str) -> tuple[float, float]:
+    """Return the seconds of an iteration by the closed form, and by the engine with some effects left out."""
+    *setting, shape = case
+    problem = ProblemSpec(*setting, 64).load()
     plan = uniform_plan(problem, microbatch=8, gradient_reduction="every", overlap_gradient_sync=False, **shape)
-    without = Fidelity().without("overlap-slowdown", "allocator")
-    expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=without)
     found_s = estimate(plan, problem).iteration_time_s
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
-    assert found_s == pytest.approx(expected_s, rel=error)
+    without = Fidelity().without("overlap-slowdown", "allocator", *left_out)
+    return found_s, simulate_time_s(plan, problem, engine="compiled", fidelity=without)
