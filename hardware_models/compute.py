@@ -39,7 +39,7 @@ def kernel_time_s(gpu: GpuType, kernel: Kernel, dtype: str) -> float:
     elif isinstance(kernel, Matmul):
         seconds = matmul_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype)
     elif isinstance(kernel, Convolution):
-        factors = convolution_factors(curves, dtype)
+        factors = convolution_factors(gpu, curves, dtype)
         seconds = convolution_s(gpu, _matmul_curve(curves, gpu, dtype), kernel, dtype, factors)
     else:
         seconds = attention_s(gpu, curves.attention, kernel, dtype)
@@ -106,15 +106,22 @@ PARTIAL_BYTES = 2 * 4
 """Partial sums are written and read again, in fp32."""
 
 
-SHIPPED_FACTORS = ("volta", "fp32")
-"""The curves whose factors stand for those of GPUs and types where no convolution was measured."""
+ELSEWHERE_MEASURED = ("volta", "fp32")
+"""The curves and the type whose factors stand for those of GPUs and types where no convolution was measured."""
 
 
-def convolution_factors(curves: EfficiencyCurves, dtype: str) -> ConvolutionFactors:
-    """Return what convolutions of a type take beside their products on a GPU with these curves."""
-    if dtype in curves.convolutions:
-        return curves.convolutions[dtype]
-    name, measured = SHIPPED_FACTORS
+def convolution_factors(gpu: GpuType, curves: EfficiencyCurves, dtype: str) -> ConvolutionFactors:
+    """Return what convolutions of a type take beside their products on a GPU.
+
+    Args:
+        gpu: Whose shipped factors count where ``curves`` have none (a calibration knows nothing of convolutions).
+        curves: Of the GPU.
+        dtype: Of images and weights.
+    """
+    for known in (curves, load_curves(gpu.curves)):
+        if dtype in known.convolutions:
+            return known.convolutions[dtype]
+    name, measured = ELSEWHERE_MEASURED
     return load_curves(name).convolutions[measured]
 
 
@@ -138,7 +145,8 @@ def convolution_s(
     product = kernel.padded.product if is_padded else kernel.product
     seconds = _implicit_product_s(gpu, curve, product, dtype) * factors.slowness[kernel.role]
     if kernel.in_channels <= FEW_CHANNELS:
-        seconds *= factors.few_channels_slowness
+        padding = kernel.padded.in_channels / kernel.in_channels if is_padded else 1.0
+        seconds *= max(1.0, factors.few_channels_slowness / padding)
     if kernel.kernel == WINOGRAD_KERNEL and kernel.stride == 1 and dtype == "fp32":
         share = factors.winograd_share[kernel.role]
         winograd_s = _winograd_s(gpu, curve, kernel, dtype, factors)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from datafiles.loader import load_mapping
 from datafiles.names import nearest
@@ -133,12 +133,12 @@ class ConvolutionFactors(FileModel):
     Attributes:
         slowness: Time of the implicit product over that of the matrix product, by role.
         half_k_share: ``half_k`` over that of the curve.
-        few_channels_slowness: On top where the input has at most four channels.
+        few_channels_slowness: On top where the input has at most four channels; what padding them costs is part of it.
         transform_fraction: Share of the memory bandwidth that Winograd's transforms move at, and copies into the
             layout of tensor cores.
         source: Where it comes from.
         winograd_share: Of convolutions that Winograd's algorithm would be quicker for, those that the library's rules
-            give to it, by role.
+            give to it, by role; in fp32, which alone has it.
     """
 
     slowness: Mapping[str, Slowdown]
@@ -161,6 +161,15 @@ class EfficiencyCurves(FileModel):
     memory: MemoryCurve
     attention: AttentionCurve
     convolutions: Mapping[str, ConvolutionFactors] = {}
+
+    @model_validator(mode="after")
+    def _known_types(self) -> EfficiencyCurves:
+        unknown = set(self.convolutions) - set(self.matmul)
+        if unknown:
+            known = ", ".join(self.matmul)
+            found = ", ".join(sorted(unknown))
+            raise ValueError(f"convolutions must be of types that matmul has ({known}), got {found}")
+        return self
 
 
 class DtypeError(ValueError):

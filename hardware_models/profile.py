@@ -35,8 +35,8 @@ class ProfileRow:
             it was not measured, and the model's stands for it.
         recomputed_host_s: What recomputation adds to both: the second forward pass, and what keeping and finding its
             tensors costs. None: what a forward pass takes.
-        forward_library_bytes, backward_library_bytes: What the library of the operator's kernels works in (cuDNN's
-            convolutions), beyond what the model knows of; None where it was not measured, and counts as nothing.
+        forward_taken_bytes, backward_taken_bytes: What the allocator held at most while the pass ran, beyond what it
+            held before: results, and what they are made in. None where it was not measured.
     """
 
     role: str
@@ -57,8 +57,8 @@ class ProfileRow:
     forward_host_s: float | None = None
     backward_host_s: float | None = None
     recomputed_host_s: float | None = None
-    forward_library_bytes: float | None = None
-    backward_library_bytes: float | None = None
+    forward_taken_bytes: float | None = None
+    backward_taken_bytes: float | None = None
 
     def __post_init__(self) -> None:
         where = f"profile row {self.role!r} ({self.source})"
@@ -87,8 +87,10 @@ class ProfileLookup:
 
 
 HOST = ("forward_host_s", "backward_host_s", "recomputed_host_s")
-LIBRARY = ("forward_library_bytes", "backward_library_bytes")
-OPTIONAL = (*HOST, *LIBRARY)
+"""Columns of the host."""
+TAKEN = ("forward_taken_bytes", "backward_taken_bytes")
+"""Columns of the allocator."""
+OPTIONAL = (*HOST, *TAKEN)
 """Columns that need not be there."""
 
 INTERPOLATED = (

@@ -7,15 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hardware_models.profile import LIBRARY as LIBRARY_COLUMNS
-from hardware_models.profile import OperatorProfile, ProfileLookup, ProfileRow
+from hardware_models.profile import TAKEN, OperatorProfile, ProfileLookup, ProfileRow
 from hardware_models.profile import Split as SplitWord
 from simulator.operator_cost import OperatorCost, SizedStep
 from simulator.plan import Axis, Sharding, resolve
 from simulator.problem import Problem
+from simulator.saved import is_private, saved_tensors
 from simulator.segments import Segment
 from workloads.kinds.base import LIBRARY, RESULTS
 from workloads.operators import Operator, Workload
+
+ROUNDED_BYTES = 4096
+"""More than the blocks of a pass's few tensors are rounded up by, to 512 bytes each."""
 
 Modelled = Callable[[Sharding, int], OperatorCost]
 """What the model says of an operator, so split, with so many samples a rank."""
@@ -75,27 +78,43 @@ def with_profile(
         backward_weight_alone=measured(cost.backward_weight_alone, row.backward_s * share, of_weights_s),
         includes_collectives=row.includes_collectives,
         has_waited=not profile.kernels_only,
-        **_library_memory(cost, row),
+        **_library_memory(problem, index, cost, row),
     )
 
 
-def _library_memory(cost: OperatorCost, row: ProfileRow) -> dict[str, Any]:
-    """Return the changed fields of a cost whose kernels' library works in more memory than the model knows of.
+def _library_memory(problem: Problem, index: int, cost: OperatorCost, row: ProfileRow) -> dict[str, Any]:
+    """Return the changed fields of a cost whose kernels' library was seen to work in more memory than the model has.
 
-    It is one allocation with what the model has, taken when results are there and given back before anything else is
-    made. What a backward pass takes more is counted beside the gradients of weights, whose partial sums it is in
-    16 bits (`Convolution`): those of inputs then fit where the forward pass worked, and these do not.
+    It is one allocation with what the model has of the library's, taken when results are there and given back before
+    anything else is made. What a backward pass takes more is counted beside the gradients of weights, whose partial
+    sums it is in 16 bits (`Convolution`): those of inputs then fit where the forward pass worked, and these do not.
     """
-    forward, backward = int(row.forward_library_bytes or 0), int(row.backward_library_bytes or 0)
+    op = problem.workload.operators[index]
+    if not op.definition.takes_library_memory:
+        return {}
+    inputs, made = zip(op.inputs, cost.input_bytes, strict=True), sum(cost.output_bytes)
+    given = sum(size for name, size in inputs if name not in problem.workload.input_names)
+    kept = sum(size for name, size in saved_tensors(problem.workload, index, cost) if is_private(name))
+    forward = _excess(row.forward_taken_bytes, made + kept + cost.workspace_forward_bytes)
+    at_inputs = given + cost.beside_input_gradients(given) - made
+    at_weights = given + sum(cost.product_temporaries(problem.runtime.implementation.activation_bytes))
+    is_more = _excess(row.backward_taken_bytes, max(at_inputs, at_weights)) > 0
+    backward = _excess(row.backward_taken_bytes, at_weights) if is_more else 0
     changed: dict[str, Any] = {}
     if forward:
         known = max((size for name, size in cost.steps_forward if name == LIBRARY), default=0)
         changed["steps_forward"] = _with_library(cost.steps_forward, known + forward)
         changed["workspace_forward"] = _enlarged(cost.workspace_forward, known, forward)
     if backward:
-        known = max(cost.workspace_weight, default=0)
+        known = cost.workspace_weight[-1] if cost.workspace_weight else 0
         changed["workspace_weight"] = _enlarged(cost.workspace_weight, known, backward)
     return changed
+
+
+def _excess(taken: float | None, modelled: float) -> int:
+    """Return what was taken beyond what the model has, unless that is no more than blocks are rounded up by."""
+    more = 0.0 if taken is None else taken - modelled
+    return int(more) if more > ROUNDED_BYTES else 0
 
 
 def _enlarged(tensors: tuple[int, ...], known: int, num_bytes: int) -> tuple[int, ...]:
@@ -172,7 +191,7 @@ def _nearest(
 def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_only: bool) -> ProfileRow:
     """Return a row with what the model says of its operator here over what it says where the row was measured.
 
-    The model's own time where it says nothing there. What a library works in grows as the operator's outputs do.
+    The model's own time where it says nothing there. What is taken grows as the operator's outputs do.
     """
 
     def alone_s(segment: Segment) -> float:
@@ -186,7 +205,7 @@ def _grown(row: ProfileRow, there: OperatorCost, here: OperatorCost, *, kernels_
         row,
         forward_s=grown(row.forward_s, there.forward, here.forward),
         backward_s=grown(row.backward_s, there.backward_alone, here.backward_alone),
-        **{name: larger * getattr(row, name) for name in LIBRARY_COLUMNS if getattr(row, name) is not None},
+        **{name: larger * getattr(row, name) for name in TAKEN if getattr(row, name) is not None},
     )
 
 

@@ -34,11 +34,13 @@ PARAMETERS = (
 
 
 def factors_of(values: Mapping[str, float], source: str = "this run") -> ConvolutionFactors:
-    """Return factors from values by parameters' places; a data gradient's are the forward pass's unless it has its own.
+    """Return factors from values by parameters' places.
 
-    ``winograd_share.gradient`` is that of both gradients.
+    ``slowness.gradient`` and ``winograd_share.gradient`` are those of both gradients, where rows do not tell them
+    apart; else a data gradient is as slow as the forward pass.
     """
-    slowness = {role: values.get(f"slowness.{role}", values["slowness.forward"]) for role in MATMUL_ROLES}
+    both = values.get("slowness.gradient", values["slowness.forward"])
+    slowness = {role: values.get(f"slowness.{role}", both) for role in MATMUL_ROLES}
     gradient = values.get("winograd_share.gradient", 1.0)
     return ConvolutionFactors(
         slowness=slowness,

@@ -70,7 +70,7 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
         elif isinstance(kernel, FlashAttention):
             seconds = attention_s(gpu, curves.attention, kernel, dtype)
         elif isinstance(kernel, Convolution):
-            seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype, convolution_factors(curves, dtype))
+            seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype, convolution_factors(gpu, curves, dtype))
         else:
             seconds = memory_bound_s(gpu, curves.memory, kernel)
         total += max(gpu.kernel_floor_s, seconds)

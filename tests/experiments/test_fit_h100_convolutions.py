@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.cases.campaigns import CALIBRATED
-from experiments.fit_h100_convolutions import (
-    CAMPAIGN,
-    CURVES,
-    GPU,
-    PARAMETERS,
-    REPORTED,
-    convolution_rows,
-    fitted_factors,
-)
+from experiments.fit_h100 import CURVES, GPU
+from experiments.fit_h100_convolutions import CAMPAIGN, PARAMETERS, REPORTED, convolution_rows, fitted_factors
 from hardware_models.calibration.fit_convolutions import predicted_s
 from hardware_models.gpus import MATMUL_ROLES, load_curves
 from workloads.kernels import Convolution
@@ -31,10 +24,6 @@ def test_the_shipped_factors_are_those_of_the_fit(dtype: str) -> None:
         assert getattr(found, name) == pytest.approx(getattr(shipped, name), rel=0.02), name
 
 
-def test_half_precision_has_bfloats_factors() -> None:
-    assert SHIPPED["fp16"].model_copy(update={"source": SHIPPED["bf16"].source}) == SHIPPED["bf16"]
-
-
 @pytest.mark.parametrize("dtype", PARAMETERS)
 def test_no_shape_that_is_reported_is_fitted_on(dtype: str) -> None:
     def shapes(campaign: str) -> set[tuple[int, ...]]:
@@ -50,7 +39,7 @@ def test_no_shape_that_is_reported_is_fitted_on(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "within"), [("bf16", 0.05), ("fp32", 0.13)])
 def test_models_that_are_not_fitted_on_come_out_together(dtype: str, within: float) -> None:
-    """A third less than measured with the V100's factors, on the H100's curve."""
+    """With the V100's factors, on the H100's curve, 28 % less than measured in bf16 and 41 in fp32."""
     rows = list(convolution_rows(REPORTED, dtype))
     total_s = sum(row.seconds for row in rows)
     assert sum(predicted_s(rows, SHIPPED[dtype], GPU, dtype)) == pytest.approx(total_s, rel=within)

@@ -107,8 +107,13 @@ def test_what_cudnn_works_in_is_in_a_profile_and_in_the_peaks_it_predicts(tmp_pa
     fitted = fit_campaign(work, rounds)
     (profile,) = (each.profile.operators for each in fitted.values())
     convolutions = [row for row in profile.rows if row.role.startswith("conv")]
-    assert all(row.forward_library_bytes is not None for row in convolutions)
-    assert any(row.forward_library_bytes or row.backward_library_bytes for row in convolutions)
+    taken = [((row.forward_taken_bytes or 0.0), (row.backward_taken_bytes or 0.0)) for row in convolutions]
+    assert all(forward >= row.output_bytes for (forward, _), row in zip(taken, convolutions, strict=True))
+    gradients = [row.input_bytes + row.parameter_bytes for row in convolutions]
+    assert any(
+        forward > 1.1 * row.output_bytes or backward > 1.1 * made
+        for (forward, backward), row, made in zip(taken, convolutions, gradients, strict=True)
+    )
     (outcome,) = evaluate(campaign, work, rounds, fitted, machine_name(), now()).outcomes
     assert outcome.memory.measured_allocated is not None
     assert outcome.memory.predicted_allocated == pytest.approx(outcome.memory.measured_allocated, rel=0.08)

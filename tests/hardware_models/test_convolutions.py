@@ -18,8 +18,8 @@ from hardware_models.calibration.fit_convolutions import (
     shipped_factors,
 )
 from hardware_models.calibration.kernel_fit import least
-from hardware_models.compute import convolution_s
-from hardware_models.gpus import ConvolutionFactors, GpuType, MatmulCurve
+from hardware_models.compute import convolution_factors, convolution_s, kernel_time_s
+from hardware_models.gpus import ConvolutionFactors, EfficiencyCurves, GpuType, MatmulCurve, load_curves, load_gpu
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import Convolution, Matmul
@@ -171,6 +171,12 @@ def test_colour_images_are_charged_for_loads_that_are_not_vectors() -> None:
     ratio = convolution_s(gpu, curve, colours, "fp32", slower) / convolution_s(gpu, curve, colours, "fp32", plain)
     assert ratio == pytest.approx(slower.few_channels_slowness)
     assert convolution_s(gpu, curve, more, "fp32", slower) == convolution_s(gpu, curve, more, "fp32", plain)
+    # In 16 bits three channels are padded to eight, 2.7 times the work: more than 1.96.
+    ampere = machine(bytes_per_s=1e18).model_copy(update={"peak_flop_per_s": {"fp16": 100e12}})
+    assert convolution_s(ampere, curve, colours, "fp16", slower) == convolution_s(ampere, curve, colours, "fp16", plain)
+    worse = slower.model_copy(update={"few_channels_slowness": 8.0})
+    ratio = convolution_s(ampere, curve, colours, "fp16", worse) / convolution_s(ampere, curve, colours, "fp16", plain)
+    assert ratio == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -229,3 +235,25 @@ def test_convolutions_of_other_sizes_are_met_within_a_tenth() -> None:
     reported = [abs(error) for each in found if not each.is_fitted for error in each.rows]
     assert len(reported) == 3 * 392 + 800
     assert sum(reported) / len(reported) < 0.10
+
+
+def test_a_gpu_without_factors_of_its_own_has_the_v100s() -> None:
+    volta, hopper = load_curves("volta").convolutions, load_curves("hopper").convolutions
+    for dtype in ("bf16", "fp16", "tf32", "fp32"):
+        assert convolution_factors(A100.gpu(A100_GPU), load_curves("ampere"), dtype) == volta["fp32"]
+    assert convolution_factors(load_gpu("h100-sxm5-80gb"), load_curves("hopper"), "bf16") == hopper["bf16"]
+
+
+def test_a_calibration_that_knows_nothing_of_convolutions_keeps_the_gpus() -> None:
+    hopper = load_curves("hopper")
+    calibrated = hopper.model_copy(update={"convolutions": {}})
+    gpu = load_gpu("h100-sxm5-80gb").model_copy(update={"calibrated_curves": calibrated})
+    kernel = Convolution(64, 256, 256, 28 * 28, 28 * 28, 3)
+    for dtype in ("bf16", "fp32"):
+        assert kernel_time_s(gpu, kernel, dtype) == kernel_time_s(load_gpu("h100-sxm5-80gb"), kernel, dtype)
+
+
+def test_factors_of_a_type_that_the_gpu_does_not_multiply_are_refused() -> None:
+    mapping = load_curves("hopper").model_dump()
+    with pytest.raises(ValueError, match=r"convolutions must be of types that matmul has \(bf16, .*got bf61"):
+        EfficiencyCurves.model_validate({**mapping, "convolutions": {"bf61": mapping["convolutions"]["bf16"]}})

@@ -110,7 +110,7 @@ def test_a_row_of_a_profile_file_with_a_cell_too_few_is_named(profile: OperatorP
 
 
 @pytest.mark.parametrize("name", ["profile.yaml", "profile.json"])
-@pytest.mark.parametrize("what", ["host_s", "library_bytes"])
+@pytest.mark.parametrize("what", ["host_s", "taken_bytes"])
 def test_what_not_every_profile_knows_is_in_a_file_where_a_row_has_it(
     profile: OperatorProfile, tmp_path: Path, name: str, what: str
 ) -> None:

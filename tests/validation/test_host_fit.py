@@ -90,34 +90,16 @@ def test_rows_have_kernels_and_host_apart(unit: UnitWork) -> None:
     assert again["mlp_linear_1"] == pytest.approx(6 * HOST_S) and again["embedding"] is None
 
 
-def test_what_a_convolution_takes_beyond_results_and_gradients_is_its_librarys() -> None:
-    """Counted by hand: forward the output, backward the gradients of input and parameters, and two workspaces."""
-    vgg = {"family": "vgg", "groups": [[16], [32]], "image": 32, "linear": 64}
-    plans = [{"model": "vgg", "microbatch": samples, "num_microbatches": 1} for samples in (4, 8)]
-    (own,) = campaign_work(
-        load(
-            device="cuda", cluster="h100-dgx:1x1", models={"vgg": vgg},
-            runtimes={"fp32": {"base": "windtunnel-executor-fp32"}},
-            calibration=[{**plan, "runtime": "fp32"} for plan in plans[:1]],
-            report=[{**plan, "runtime": "fp32"} for plan in plans[1:]],
-        )
-    )  # fmt: skip
-    run = own.profiling.operators[0]
-    workload, samples = own.problem.workload, run.samples
-    first, second = (number for number, op in enumerate(workload.operators) if op.kind == "conv2d")
-    made, large = samples * 16 * 32 * 32, samples * 32 * 16 * 16
-    weights = [(3 * 9 + 1) * 16, (16 * 9 + 1) * 32]
-    workspaces = {first: (0, 700), second: (4096, 9000)}
-    taken = {("forward", index): 10**9 for index in range(len(workload))}
-    taken |= {("backward", index): 10**9 for index in range(len(workload))}
-    taken |= {("forward", first): 4 * made, ("forward", second): 4 * large + 4096}
-    taken |= {("backward", first): 4 * weights[0] + 700, ("backward", second): 4 * (made // 4 + weights[1]) + 9000}
+def test_rows_have_what_the_allocator_held_at_most_of_all_operators_of_a_role(unit: UnitWork) -> None:
+    run = unit.profiling.operators[0]
+    operators = run.job.problem.workload.operators
+    taken = {(phase, index): 1000.0 * place + index for place, phase in enumerate(("forward", "backward"), start=1)
+             for index in range(len(operators))}  # fmt: skip
     rows = profile_rows(run, replace(profiled(run.job), operator_taken_bytes=taken), "test")
-    found = {row.role: (row.forward_library_bytes, row.backward_library_bytes) for row in rows}
-    for index, parts in workspaces.items():
-        assert found.pop(workload.profile_roles[index]) == parts
-    assert set(found.values()) == {(None, None)}
-    assert {row.backward_library_bytes for row in profile_rows(run, profiled(run.job), "test")} == {None}
+    last = max(index for index, op in enumerate(operators) if op.role == "mlp_linear_1")
+    (found,) = (row for row in rows if row.role == "mlp_linear_1")
+    assert (found.forward_taken_bytes, found.backward_taken_bytes) == (1000 + last, 2000 + last)
+    assert {row.backward_taken_bytes for row in profile_rows(run, profiled(run.job), "test")} == {None}
 
 
 @pytest.mark.parametrize(("kernels", "host"), [(1.0, 1.0), (1.1, 1.0), (1.0, 0.7), (1.2, 1.5)])

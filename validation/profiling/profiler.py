@@ -16,9 +16,7 @@ from math import prod
 from typing import Any
 
 from hardware_models.profile import OPTIONAL, OperatorProfile, ProfileRow
-from simulator.closed_forms.operator_needs import passes_working_bytes
 from simulator.costs import CostTables
-from simulator.operator_cost import OperatorCost
 from simulator.plan import resolve
 from simulator.problem import Problem
 from simulator.profiled_costs import modelled_row
@@ -124,10 +122,6 @@ def profile_rows(
     for role, members in roles.items():
         first = members[0]
         cost = costs.operator(first, shardings[first], run.samples, gpu_type)
-        library: Sequence[float | None] = (None, None)
-        if taken is not None and workload.operators[first].definition.takes_library_memory:
-            both = tuple(max(phase[index] for index in members) for phase in taken)
-            library = _library_bytes(problem, first, cost, both)
         rows.append(
             replace(
                 modelled_row(problem, first, cost, run.samples, (run.tensor_size, "default"), source),
@@ -138,26 +132,11 @@ def profile_rows(
                 forward_host_s=_mean(host[0], members) if host else None,
                 backward_host_s=_mean(host[1], members) if host else None,
                 recomputed_host_s=(recomputed_host_s or {}).get(role),
-                forward_library_bytes=library[0],
-                backward_library_bytes=library[1],
+                forward_taken_bytes=max(taken[0][index] for index in members) if taken else None,
+                backward_taken_bytes=max(taken[1][index] for index in members) if taken else None,
             )
         )
     return rows
-
-
-def _library_bytes(
-    problem: Problem, index: int, cost: OperatorCost, taken: Sequence[float]
-) -> tuple[float, float]:
-    """Return what an operator's passes took of the allocator beyond what the model says they make and work in.
-
-    Args:
-        problem, index, cost: The operator.
-        taken: Of both passes, at most, beyond what was there before.
-    """
-    forward, backward = passes_working_bytes(index, cost, problem)
-    made = sum(cost.output_bytes)
-    kept = sum(size for name, size in cost.saved if ":" not in name)
-    return max(0.0, taken[0] - made - kept - forward), max(0.0, taken[1] - (backward - made))
 
 
 def recomputing_host_s(plain: Measurement, recomputed: Measurement, problem: Problem) -> dict[str, float]:

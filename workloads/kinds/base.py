@@ -289,7 +289,8 @@ class Kind(ABC):
     num_inputs: ClassVar[int] = 1
     has_dropout_state: ClassVar[bool] = False
     takes_library_memory: ClassVar[bool] = False
-    """Its kernels are of a library that works in memory by rules of its own (cuDNN): a profile says how much."""
+    """Its kernels are of a library that works in memory by rules of its own (cuDNN): a profile says how much. What the
+    model has of it is the step ``LIBRARY`` forward, and the last of ``workspace`` for gradients of weights."""
     parts_late: ClassVar[bool] = False
     """Backward comes to the product that has the weights only after work of its own (a loss before its projection): the
     second half of a split backward needs the gradient there (``workspace`` of BACKWARD_WEIGHT), and not what that work

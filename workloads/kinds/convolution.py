@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from workloads.kernels import Convolution, Kernel, MemoryBound
 from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
@@ -262,4 +263,12 @@ class Shortcut(Kind):
         # The normalised projection, before the sum; its gradient in backward.
         made = () if phase == BACKWARD_WEIGHT else ((local.outputs[0], "activation"),)
         return (*made, *reordered_images(local.inputs[1], local.outputs[0], local, phase))
+
+    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
+        """All of ``workspace`` beside results, as elsewhere; the library's has its name."""
+        copies = len(reordered_images(local.inputs[1], local.outputs[0], local, phase))
+        return tuple(
+            replace(step, name=LIBRARY) if copies and step.name == "1" else step
+            for step in super().memory_steps(phase, local)
+        )
 
