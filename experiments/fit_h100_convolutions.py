@@ -3,8 +3,8 @@
 Used: the convolutions of its six units that take 30 us or more (not those within shortcuts), forward and backward, as
 profiled on one H100 (torch 2.11, CUDA 13.0), times the factor that each unit's calibration plans gave them. Channels
 and images are of no model that is reported: the campaign's plans are in no group that is predicted without a profile.
-Reported: convolutions of ``single-gpu-families``
-(ResNet-50, VGG-16, Wide-ResNet). A row of backward is both gradients, which in fp32 it does not tell apart.
+Reported: convolutions of ``single-gpu-families`` (ResNet-50, VGG-16, Wide-ResNet). A row of backward is both gradients,
+which in fp32 it does not tell apart.
 
 Run: ``python -m experiments.fit_h100_convolutions`` (needs no data)
 """

@@ -142,11 +142,10 @@ def convolution_s(
         }
     )
     is_padded = DTYPE_BYTES[dtype] == DTYPE_BYTES["fp16"]
-    product = kernel.padded.product if is_padded else kernel.product
-    seconds = _implicit_product_s(gpu, curve, product, dtype) * factors.slowness[kernel.role]
+    whole = kernel.padded if is_padded else kernel
+    seconds = _implicit_product_s(gpu, curve, whole.product, dtype) * factors.slowness[kernel.role]
     if kernel.in_channels <= FEW_CHANNELS:
-        padding = kernel.padded.in_channels / kernel.in_channels if is_padded else 1.0
-        seconds *= max(1.0, factors.few_channels_slowness / padding)
+        seconds *= max(1.0, factors.few_channels_slowness * kernel.in_channels / whole.in_channels)
     if kernel.kernel == WINOGRAD_KERNEL and kernel.stride == 1 and dtype == "fp32":
         share = factors.winograd_share[kernel.role]
         winograd_s = _winograd_s(gpu, curve, kernel, dtype, factors)
@@ -154,7 +153,7 @@ def convolution_s(
     num_bytes = kernel.num_elements() * DTYPE_BYTES[dtype]
     seconds = max(seconds, num_bytes / (gpu.memory_bytes_per_s * curve.bandwidth_fraction))
     if is_padded and kernel.is_reordered:
-        moved = (kernel.image_elements() + kernel.padded.image_elements()) * DTYPE_BYTES[dtype]
+        moved = (kernel.image_elements() + whole.image_elements()) * DTYPE_BYTES[dtype]
         seconds += moved / (gpu.memory_bytes_per_s * factors.transform_fraction)
     return seconds
 

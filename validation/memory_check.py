@@ -86,13 +86,15 @@ class Check:
         return not self.runtime.startswith(EXECUTOR)
 
     def problem(self) -> Problem:
-        """Return the problem; fake tensors are multiplied by no library that would hold memory for it."""
+        """Return the problem; fake tensors are worked on by no library that would hold memory for it."""
         cut = {"layers": self.layers, **self.shape} if self.layers else None
-        runtime = replace(load_runtime(self.runtime), matmul_workspaces=0)
+        runtime = load_runtime(self.runtime)
+        runtime = _of_torch(runtime, self.attention) if self.is_wrapped else runtime
+        without_copies = replace(runtime.implementation, channels_last=True)
         return Problem(
             workload=build_workload(self.model, attention=self.attention, overrides=cut),
             hardware=HardwareModel(cluster=parse_cluster(f"a100-80g-dgx:1x{self.num_gpus}")),
-            runtime=_of_torch(runtime, self.attention) if self.is_wrapped else runtime,
+            runtime=replace(runtime, matmul_workspaces=0, implementation=without_copies),
             global_batch=self.global_batch,
         )
 

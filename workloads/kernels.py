@@ -54,6 +54,7 @@ class Convolution:
         in_pixels, out_pixels: Pixels of one channel before and after.
         kernel, stride: Side and step of the window.
         role: ``"forward"``, ``"data_gradient"`` or ``"weight_gradient"``.
+        channels_last: Channels of a pixel are side by side, not pixels of a channel.
     """
 
     samples: int
@@ -64,6 +65,7 @@ class Convolution:
     kernel: int
     stride: int = 1
     role: str = "forward"
+    channels_last: bool = False
 
     @property
     def flop(self) -> float:
@@ -113,9 +115,9 @@ class Convolution:
     def is_reordered(self) -> bool:
         """Tensor cores want the channels of a pixel side by side: cuDNN copies both images there and back.
 
-        Not where a pixel is a window: the images are matrices as they are.
+        Not where they are so, nor where a pixel is a window: the images are matrices as they are.
         """
-        return self.kernel > 1 or self.stride > 1
+        return not self.channels_last and (self.kernel > 1 or self.stride > 1)
 
     def image_elements(self) -> float:
         """Elements of both images."""

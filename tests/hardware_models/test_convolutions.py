@@ -199,6 +199,10 @@ def test_tensor_cores_work_on_whole_groups_of_channels_in_a_layout_of_their_own(
     half = AS_THE_PRODUCT.model_copy(update={"transform_fraction": 0.5})
     slower_s = convolution_s(gpu, curve, kernel, "fp16", half)
     assert slower_s - own_s == pytest.approx(copied * is_copied / 1e15, abs=1e-18)
+    # Nothing is copied where images lie so already.
+    last = replace(kernel, channels_last=True)
+    already_s = [convolution_s(gpu, curve, last, "fp16", each) for each in (AS_THE_PRODUCT, half)]
+    assert already_s[0] == already_s[1] == pytest.approx(own_s - copied * is_copied / 1e15, rel=1e-6)
     # In fp32 nothing is padded; Winograd's own transforms are slower then.
     single_s = [convolution_s(gpu, curve, kernel, "fp32", each) for each in (AS_THE_PRODUCT, half)]
     if (window, stride) != (3, 1):

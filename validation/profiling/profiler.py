@@ -181,7 +181,7 @@ def _whole_pass(
 
 
 def _passes(seconds: Mapping[tuple[str, int], float], count: int) -> tuple[list[float], list[float]]:
-    """Return forward and backward seconds of each operator."""
+    """Return what each operator took forward and backward: seconds, or bytes (one pass goes backward at once)."""
     backward = [0.0] * count
     for (phase, index), each in seconds.items():
         backward[index] += each if phase.startswith(BACKWARD) else 0.0

@@ -89,6 +89,8 @@ class Implementation:
             gradient is one kernel.
         loss_metrics: Cross entropies of the logits, in fp32 and forward alone, that a trainer takes besides the loss
             after each microbatch (timed as part of its backward pass; what they make is gone before the next).
+        channels_last: Channels of a pixel are side by side (torch's ``channels_last``), so that convolutions of 16-bit
+            numbers copy no images into tensor cores' layout. Nothing else knows of it.
         keeps_score_buffer: Products of queries and keys are given a buffer as large as their result to add to, times
             nothing; all of a device share the largest, which is never given back.
     """
@@ -123,6 +125,7 @@ class Implementation:
     loss_temporaries: Annotated[int, Field(ge=0, le=8)] = 2
     loss_metrics: Annotated[int, Field(ge=0, le=8)] = 0
     keeps_score_buffer: bool = False
+    channels_last: bool = False
     operators_are_calls: bool = False
 
     @property
@@ -290,7 +293,7 @@ class Kind(ABC):
     has_dropout_state: ClassVar[bool] = False
     takes_library_memory: ClassVar[bool] = False
     """Its kernels are of a library that works in memory by rules of its own (cuDNN): a profile says how much. What the
-    model has of it is the step ``LIBRARY`` forward, and the last of ``workspace`` for gradients of weights."""
+    model has of it is the step ``LIBRARY`` forward, if any, and the last of ``workspace`` for gradients of weights."""
     parts_late: ClassVar[bool] = False
     """Backward comes to the product that has the weights only after work of its own (a loss before its projection): the
     second half of a split backward needs the gradient there (``workspace`` of BACKWARD_WEIGHT), and not what that work

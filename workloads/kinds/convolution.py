@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from workloads.kernels import Convolution, Kernel, MemoryBound
 from workloads.kinds.attributes import flag, integer, require_rank, size_bytes
@@ -111,7 +110,7 @@ class Conv2d(Kind):
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         if phase == BACKWARD_INPUT and flag(local.attributes, "reads_data"):
             return []
-        product = convolution(local.inputs[0], local.outputs[0], local.attributes, phase)
+        product = convolution(local.inputs[0], local.outputs[0], local, phase)
         if not flag(local.attributes, "bias") or phase == BACKWARD_INPUT:
             return [product]
         size = size_bytes(local, local.outputs)
@@ -120,17 +119,18 @@ class Conv2d(Kind):
         return [product, MemoryBound(size, float(local.outputs[0][1] * local.element_bytes), "reduction")]
 
 
-def convolution(source: Shape, target: Shape, attributes: Attributes, phase: str) -> Convolution:
-    """Return the kernel of one phase of a convolution from ``source`` to ``target``, local shapes."""
+def convolution(source: Shape, target: Shape, local: Local, phase: str) -> Convolution:
+    """Return the kernel of one phase of an operator's convolution from ``source`` to ``target``, local shapes."""
     return Convolution(
         samples=source[0],
         in_channels=source[1],
         out_channels=target[1],
         in_pixels=source[2] * source[3],
         out_pixels=target[2] * target[3],
-        kernel=integer(attributes, "kernel", 1),
-        stride=integer(attributes, "stride", 1),
+        kernel=integer(local.attributes, "kernel", 1),
+        stride=integer(local.attributes, "stride", 1),
         role=_phases(phase),
+        channels_last=local.implementation.channels_last,
     )
 
 
@@ -139,7 +139,7 @@ def reordered_images(source: Shape, target: Shape, local: Local, phase: str) -> 
 
     See `Convolution.is_reordered`.
     """
-    kernel = convolution(source, target, local.attributes, phase)
+    kernel = convolution(source, target, local, phase)
     if local.element_bytes != DTYPE_BYTES["fp16"] or not kernel.is_reordered:
         return ()
     return (((int(kernel.padded.image_elements()),), "activation"),)
@@ -250,7 +250,7 @@ class Shortcut(Kind):
 
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         size = size_bytes(local, local.outputs)
-        found: list[Kernel] = [convolution(local.inputs[1], local.outputs[0], local.attributes, phase)]
+        found: list[Kernel] = [convolution(local.inputs[1], local.outputs[0], local, phase)]
         if phase == FORWARD:
             return [*found, *norm_kernels(phase, size, local), MemoryBound(2 * size, size)]
         if phase == BACKWARD_INPUT:
@@ -263,12 +263,4 @@ class Shortcut(Kind):
         # The normalised projection, before the sum; its gradient in backward.
         made = () if phase == BACKWARD_WEIGHT else ((local.outputs[0], "activation"),)
         return (*made, *reordered_images(local.inputs[1], local.outputs[0], local, phase))
-
-    def memory_steps(self, phase: str, local: Local) -> tuple[MemoryStep, ...]:
-        """All of ``workspace`` beside results, as elsewhere; the library's has its name."""
-        copies = len(reordered_images(local.inputs[1], local.outputs[0], local, phase))
-        return tuple(
-            replace(step, name=LIBRARY) if copies and step.name == "1" else step
-            for step in super().memory_steps(phase, local)
-        )
 
