@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from hardware_models.model import HardwareModel  # noqa: E402
 from hardware_models.runtime_files import load_runtime  # noqa: E402
 from simulator.problem import Problem  # noqa: E402
 from simulator.uniform import uniform_plan  # noqa: E402
-from validation.campaigns.definition import campaign_from_mapping  # noqa: E402
+from validation.campaigns.definition import Campaign, campaign_from_mapping  # noqa: E402
 from validation.campaigns.fit import fit_campaign  # noqa: E402
 from validation.campaigns.result import evaluate  # noqa: E402
 from validation.campaigns.run import load_rounds, run_campaign  # noqa: E402
@@ -45,6 +46,11 @@ def problem(runtime: str, global_batch: int, attention: str = "plain") -> Proble
     spec = GPTSpec.model_validate({"name": "small-gpt", **SHAPE})
     hardware = HardwareModel(parse_cluster("h200-dgx:1x1"))
     return Problem(build_from_spec(spec, attention), hardware, chosen, global_batch)
+
+
+def small_campaign(**words: Any) -> Campaign:
+    mapping = {"windtunnel_campaign": 1, "name": "small", "description": "a test", "device": "cuda", **words}
+    return campaign_from_mapping(mapping, "small")
 
 
 @pytest.mark.parametrize("attention", ["plain", "flash"])
@@ -89,18 +95,13 @@ def test_kernels_are_timed_apart_from_the_host_that_launches_them() -> None:
 
 
 def test_what_cudnn_works_in_is_in_a_profile_and_in_the_peaks_it_predicts(tmp_path: Path) -> None:
-    mapping = {
-        "windtunnel_campaign": 1,
-        "name": "small",
-        "description": "a test",
-        "device": "cuda",
-        "cluster": "h100-dgx:1x1",
-        "runtimes": {"fp32": {"base": "windtunnel-executor-fp32"}},
-        "models": {"vgg": {"family": "vgg", "groups": [[64, 64], [128, 128]], "image": 128, "linear": 256}},
-        "calibration": [{"model": "vgg", "microbatch": [64, 256], "num_microbatches": 1}],
-        "report": [{"model": "vgg", "microbatch": 128, "num_microbatches": 1}],
-    }
-    campaign = campaign_from_mapping(mapping, "small")
+    campaign = small_campaign(
+        cluster="h100-dgx:1x1",
+        runtimes={"fp32": {"base": "windtunnel-executor-fp32"}},
+        models={"vgg": {"family": "vgg", "groups": [[64, 64], [128, 128]], "image": 128, "linear": 256}},
+        calibration=[{"model": "vgg", "microbatch": [64, 256], "num_microbatches": 1}],
+        report=[{"model": "vgg", "microbatch": 128, "num_microbatches": 1}],
+    )
     work = campaign_work(campaign)
     run_campaign(campaign, work, tmp_path, rounds=1)
     rounds = list(load_rounds(campaign, work, tmp_path))
@@ -134,19 +135,14 @@ def test_computation_and_copies_slow_each_other() -> None:
 
 
 def test_a_campaign_runs_on_one_gpu(tmp_path: Path) -> None:
-    mapping = {
-        "windtunnel_campaign": 1,
-        "name": "small",
-        "description": "a test",
-        "device": "cuda",
-        "cluster": "h200-dgx:1x1",
-        "runtimes": {"bf16": {"base": "windtunnel-executor", "attention": "flash"}},
-        "models": {"gpt": {"family": "gpt", **SHAPE}},
-        "options": {"iterations": 3, "warmup": 2, "records_memory": True},
-        "calibration": [{"model": "gpt", "microbatch": [4, 16]}],
-        "report": [{"model": "gpt", "microbatch": 8, "recompute": ["none", "full"], "num_microbatches": 2}],
-    }
-    campaign = campaign_from_mapping(mapping, "small")
+    campaign = small_campaign(
+        cluster="h200-dgx:1x1",
+        runtimes={"bf16": {"base": "windtunnel-executor", "attention": "flash"}},
+        models={"gpt": {"family": "gpt", **SHAPE}},
+        options={"iterations": 3, "warmup": 2, "records_memory": True},
+        calibration=[{"model": "gpt", "microbatch": [4, 16]}],
+        report=[{"model": "gpt", "microbatch": 8, "recompute": ["none", "full"], "num_microbatches": 2}],
+    )
     work = campaign_work(campaign)
     run_campaign(campaign, work, tmp_path, rounds=2)
     rounds = list(load_rounds(campaign, work, tmp_path))
