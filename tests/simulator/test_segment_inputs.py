@@ -127,6 +127,19 @@ def test_peaks_of_plans_by_operator_are_those_of_the_replay(data, family: str, r
         assert (1 - 2 * NEAR) * replayed < own < (1 + 2 * NEAR) * replayed + whole
 
 
+@pytest.mark.xfail(strict=True, reason="-2.2 %: what a segment makes for others, but for its last operator's outputs")
+def test_what_a_segment_makes_for_others_stays_to_its_end_with_its_gradient() -> None:
+    """Packed queries, keys and values of a ViT, which the context outside reads; found by the search above."""
+    found = estimator("vit", "galvatron-v1")
+    plan = uniform_plan(
+        found.problem, dp=2, microbatch=4, zero=2, gradient_reduction="every", overlap_gradient_sync=True
+    )
+    plan = validate(replace(plan, stages=(replace(plan.stages[0], recompute=((37, 40),)),)), found.problem)
+    (peak,) = estimate(plan, found.problem, found.costs).peak_bytes
+    (replayed,) = simulated_peaks(plan, found.problem)
+    assert peak == pytest.approx(replayed, rel=2 * NEAR)
+
+
 def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_theirs() -> None:
     """Swin's parameters are in its last stages and its activations in the first ones: 4.4 % were missing."""
     found = estimator("swin", "windtunnel-executor")
