@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from simulator.closed_forms.operator_needs import never_given_back_bytes, segment_ends_bytes, working_bytes
+from simulator.closed_forms.operator_needs import held_ends, held_ends_bytes, never_given_back_bytes, working_bytes
 from simulator.costs import CostTables
 from simulator.operator_cost import OperatorCost
 from simulator.saved import is_private, saved_tensors
@@ -153,8 +153,7 @@ class LayerWalk:
             plain[index] += size
             in_segment = self._in_core(index) and name not in core_input
             (inside if in_segment else outside)[index] += size
-        last = self.core[1] - 1
-        made, gradients = segment_ends_bytes(last, self.cost[last], self.costs.problem)
+        ends = held_ends(self.core, self.cost.__getitem__, self.costs.problem)
         # What the core is computed again from stays to its end.
         outside[self.core[0]] += sum(self.entered.values())
         outside[self.core[0]] += sum(outside[index] for index in range(self.core[0] + 1, self.core[1]))
@@ -168,8 +167,10 @@ class LayerWalk:
                 again_peaks[index] = again_held + needed[index]
                 continue
             again_held += outside[index] if index == self.core[0] else 0.0
-            ends = made + (gradients if index < last else 0.0)
-            again_peaks[index] = again_held + again + needed[index] + ends
+            saved_here = {name: size for name, (size, saver) in self.kept.items() if saver <= index}
+            again_peaks[index] = again_held + again + needed[index] + held_ends_bytes(ends, index, saved_here)
+            if any(end.maker == index for end in ends):
+                again_peaks[index] += self.cost[index].given_back_bytes
         tied = [i for i in self.operators if any(p.tie is not None for p in self.workload.parameters(i))]
         early = range(self.start, tied[-1]) if tied else ()
         return {

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from simulator.closed_forms.operator_needs import (
     ends_given_bytes,
+    held_ends,
+    held_ends_bytes,
     passes_working_bytes,
     saved_bytes,
-    segment_ends_bytes,
 )
 from simulator.closed_forms.whole_for_a_while import Whole
 from simulator.lowering.crossing import made_in_shards
@@ -23,6 +24,7 @@ from simulator.lowering.program import StageView
 from simulator.memory.tied_gradients import tied_gradients
 from simulator.plan import Sharding
 from simulator.saved import is_private, saved_tensors
+from simulator.schedules.registry import schedule_named
 
 
 class Walked(NamedTuple):
@@ -66,6 +68,9 @@ def walk(
     """
     problem, workload = view.costs.problem, view.costs.problem.workload
     segment_of = {index: number for number, (a, b) in enumerate(view.stage.recompute) for index in range(a, b)}
+    # (Checkpointing knows nothing of halves of a backward pass, between which nothing is held for others.)
+    holds = problem.runtime.recompute_holds_ends and not schedule_named(view.plan.schedule).splits_backward
+    ends_of = [held_ends(segment, view.cost, problem) if holds else () for segment in view.stage.recompute]
     kept, inside = _Tally(), _Tally()
     again = most = most_first = most_split = most_forward = highest = highest_first = split = 0.0
     made_by_then, weights_behind = _made_by_then(view, anew_of, late_of), sum(for_weights.values())
@@ -74,8 +79,10 @@ def walk(
     for place, index in enumerate(view.operators):
         op, cost, segment = workload.operators[index], view.cost(index), segment_of.get(index)
         in_segment, gathered = segment is not None, 0.0
+        held = () if segment is None else ends_of[segment]
         if index in whole.joining:
             joining = (inside if in_segment else kept).total + waiting + whole.joining[index]
+            joining += held_ends_bytes(held, index - 1, inside.sizes)
             highest, highest_first = max(highest, joining), max(highest_first, joining + made_by_then[index])
         for name, saved in dict(saved_tensors(workload, index, cost)).items():
             producer = workload.producer.get(name)
@@ -91,27 +98,29 @@ def walk(
         waiting -= sum(_held_bytes(view, name) for name in dict.fromkeys(op.inputs) if _begins_at(view, name, index))
         following = view.operators[place + 1] if place + 1 < len(view.operators) else None
         ends = following is None or segment_of.get(following) != segment
-        ends_made, ends_gradients = segment_ends_bytes(index, cost, problem) if in_segment and ends else (0.0, 0.0)
         forward, backward = passes_working_bytes(index, cost, problem, alone=False)
         # (A segment's forward work is done again in backward; other operators' is beside no gradients.)
         needed = (max(forward, backward) if in_segment else backward) + gathered + waiting
         needed += (inside if in_segment else kept).total
         begins = 0.0 if in_segment else kept.total + forward + gathered + whole.forward[index]
         most_forward = max(most_forward, begins)
-        # (What an ending segment made for others and its gradients stay to its end; its last operator has the latter.)
         weights_behind -= for_weights[index]
-        # (While a segment is computed again, the gradients of what its last operator makes are there already.)
-        made_here = segment_of.get(workload.producer.get(op.inputs[0], -1)) == segment
-        given = ends_given_bytes(index, cost, problem, made_here=made_here) if in_segment and ends else 0.0
-        own = needed + whole.beside[index] - ends_gradients + given
+        own = needed + held_ends_bytes(held, index, inside.sizes) + whole.beside[index]
+        given = 0.0
+        if any(end.maker == index for end in held):
+            given = cost.given_back_bytes
+        elif in_segment and ends and not holds:
+            # (While a segment is made again, the gradients of what its last operator makes are there already.)
+            made_here = segment_of.get(workload.producer.get(op.inputs[0], -1)) == segment
+            given = ends_given_bytes(index, cost, problem, made_here=made_here)
+        own += given
         own += sum(each.num_bytes for each in tied if each.first <= index < each.last)
         highest, highest_first = max(highest, own, begins), max(highest_first, own + made_by_then[index], begins)
         split = max(split, needed + given + whole.gathers[index] + weights_behind, begins)
         waiting += sum(_held_bytes(view, name) for name in op.outputs if name in workload.consumers)
         if ends:
             entered = kept.total if in_segment else 0.0
-            to_the_end = ends_made + ends_gradients + entered
-            most, most_first = max(most, highest + to_the_end), max(most_first, highest_first + to_the_end)
+            most, most_first = max(most, highest + entered), max(most_first, highest_first + entered)
             most_split = max(most_split, split + entered)
             again += inside.total
             inside, highest, highest_first, split = _Tally(), 0.0, 0.0, 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
 from simulator.operator_cost import OperatorCost
 from simulator.problem import Problem
 from simulator.saved import parted_bytes, saved_tensors
@@ -44,14 +47,12 @@ def ends_given_bytes(index: int, cost: OperatorCost, problem: Problem, *, made_h
     """Return what an operator that goes backward in place needs more where it ends a recomputed segment.
 
     While the segment is made again, its first input is there beside the gradients that it was given, unless something
-    keeps that; and where the segment's ends are held (``Runtime.recompute_holds_ends``) it gives none back.
+    keeps that.
 
     Args:
         index, cost, problem: The operator.
         made_here: The segment makes its first input.
     """
-    if problem.runtime.recompute_holds_ends:
-        return cost.given_back_bytes
     is_kept = problem.workload.operators[index].inputs[0] in dict(saved_tensors(problem.workload, index, cost))
     return min(cost.input_bytes[0], cost.given_back_bytes) if made_here and not is_kept else 0.0
 
@@ -70,18 +71,46 @@ def weight_pass_bytes(index: int, cost: OperatorCost, problem: Problem) -> float
     return product_bytes(cost, problem) - (cost.workspace_weight_bytes if late else 0.0)
 
 
-def segment_ends_bytes(index: int, cost: OperatorCost, problem: Problem) -> tuple[float, float]:
-    """Return what a segment that ends with an operator holds until its backward pass is through.
+class HeldEnd(NamedTuple):
+    """A tensor that a recomputed segment makes for operators behind it, by name: who makes it, and its bytes."""
 
-    That is what it made for those behind it, unless that is saved, and the gradients of all that
-    (``Runtime.recompute_holds_ends``), which are the operator's own.
+    name: str
+    maker: int
+    num_bytes: float
+
+
+def held_ends(
+    segment: tuple[int, int], cost_of: Callable[[int], OperatorCost], problem: Problem
+) -> tuple[HeldEnd, ...]:
+    """Return what a segment makes for others, if that is held to the end of its backward pass, as its gradients are.
+
+    See ``Runtime.recompute_holds_ends``.
     """
     if not problem.runtime.recompute_holds_ends:
-        return 0.0, 0.0
-    outputs = problem.workload.operators[index].outputs
-    saved = dict(saved_tensors(problem.workload, index, cost))
-    made = sum(size for name, size in zip(outputs, cost.output_bytes, strict=True) if name not in saved)
-    return made, sum(cost.output_bytes)
+        return ()
+    workload = problem.workload
+    return tuple(
+        HeldEnd(name, index, size)
+        for index in range(*segment)
+        for name, size in zip(workload.operators[index].outputs, cost_of(index).output_bytes, strict=True)
+        if workload.consumers.get(name, (-1,))[-1] >= segment[1]
+    )
+
+
+def held_ends_bytes(ends: Iterable[HeldEnd], index: int, counted: Mapping[str, float]) -> float:
+    """Return what is held of a segment's ends while an operator of it goes backward, beyond what counts anyway.
+
+    Gradients count while their maker is still to come, or at work.
+
+    Args:
+        ends: Of the segment.
+        index: The operator.
+        counted: Bytes of what the segment keeps up to there, by name.
+    """
+    return sum(
+        end.num_bytes * ((counted.get(end.name, 0.0) == 0.0) + (end.maker > index))  # Itself, and its gradient.
+        for end in ends
+    )
 
 
 def never_given_back_bytes(cost: OperatorCost, problem: Problem) -> float:

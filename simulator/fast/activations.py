@@ -16,8 +16,6 @@ from simulator.fast.memory import (
     ANEW,
     ANEW_BYTES,
     END_GIVEN,
-    END_GRADIENTS,
-    ENDS,
     FIRST_WORKING_BYTES,
     FOR_WEIGHTS_BYTES,
     FORWARD_BYTES,
@@ -44,6 +42,7 @@ from simulator.fast.memory import (
     longest,
 )
 from simulator.fast.saved_tensors import Crossing, Pieces, kept_at_ends, save_earlier, unsaved_of_segment
+from simulator.fast.segment_ends import hold_ends
 from simulator.fast.waiting import wait_for_earlier, wait_for_part, wait_for_ties
 from simulator.fast.whole_parts import Parts, fill_parts
 
@@ -185,9 +184,10 @@ def hold_activations(
         begun_bytes, num_changes = wait_for_earlier(
             shape, tables, plans, run_tables, stage, crossing.in_shards, run, start, begins_part, changes, num_changes
         )
-        made_here = shape.input_producers[shape.input_offsets[ends - 1]] >= segment_first
-        if in_segment and ends == following and (made_here or rules.holds_ends):
-            given = sums[ends, END_GIVEN] - sums[ends - 1, END_GIVEN]
+        holds = rules.holds_ends and not splits
+        if in_segment and ends == following and not holds:
+            made_here = shape.input_producers[shape.input_offsets[ends - 1]] >= segment_first
+            given = sums[ends, END_GIVEN] - sums[ends - 1, END_GIVEN] if made_here else 0.0
             num_changes = differ(changes, num_changes, ends - 1, given)
         if splits:
             weights_behind += sums[start, WEIGHTED] + sums[start, TO_MULTIPLY]
@@ -195,12 +195,14 @@ def hold_activations(
             peak = peak_between(maxima, table, split_kind, start, ends, changes, num_changes)
             highest_split = max(highest_split, before + peak + weights_behind + gathers)
             weights_behind -= sums[ends, WEIGHTED] + sums[ends, TO_MULTIPLY]
-        end_gradients = 0.0
-        if in_segment and ends == following:
-            end_gradients = sums[ends, END_GRADIENTS] - sums[ends - 1, END_GRADIENTS]
-            num_changes = differ(changes, num_changes, ends - 1, -end_gradients)
+        held_bytes = 0.0
+        if in_segment and holds:
+            held_bytes, num_changes = hold_ends(
+                shape, savings, tables, plans, run_tables, stage, (segment_first, following), start, ends, changes,
+                num_changes,
+            )  # fmt: skip
         if begins_part and whole.joining[part] != 0.0:
-            joining = so_far + begun_bytes + whole.joining[part]
+            joining = so_far + begun_bytes + held_bytes + whole.joining[part]
             highest = max(highest, joining)
             highest_first = max(highest_first, joining + held[ANEW_BYTES] - unmade)
         num_changes = wait_for_ties(
@@ -227,10 +229,8 @@ def hold_activations(
                 shape, savings, tables, plans, run_tables, stage, crossing, pieces, num_pieces, ends
             )
         if ends in (stop, following):
-            held_ends = sums[ends, ENDS] - sums[ends - 1, ENDS] if in_segment else 0.0
-            beneath, above = kept if in_segment else 0.0, held_ends + end_gradients
-            most = max(most, highest + above + beneath)
-            most_first = max(most_first, highest_first + above + beneath)
+            beneath = kept if in_segment else 0.0
+            most, most_first = max(most, highest + beneath), max(most_first, highest_first + beneath)
             most_split = max(most_split, highest_split + beneath)
             again += inside
             inside, highest, highest_first, highest_split = 0.0, 0.0, 0.0, 0.0

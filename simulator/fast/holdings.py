@@ -14,7 +14,6 @@ from simulator.closed_forms.operator_needs import (
     ends_given_bytes,
     never_given_back_bytes,
     own_working_bytes,
-    segment_ends_bytes,
     weight_pass_bytes,
 )
 from simulator.closed_forms.stage_overlap import bucket_elements, is_large, num_gradient_copies
@@ -92,8 +91,7 @@ class Holding:
     to_multiply: float
     own_working: tuple[float, float]
     product: float
-    ends: tuple[float, float]
-    given: float
+    given: tuple[float, float]
     gathered: float
     unsharded: float
     states: Floats
@@ -187,8 +185,7 @@ class Holdings:
             to_multiply=to_multiply,
             own_working=own_working_bytes(index, cost, problem),
             product=weight_pass_bytes(index, cost, problem),
-            ends=segment_ends_bytes(index, cost, problem),
-            given=ends_given_bytes(index, cost, problem, made_here=True),
+            given=(cost.given_back_bytes, ends_given_bytes(index, cost, problem, made_here=True)),
             gathered=gathered,
             unsharded=unsharded,
             states=states,
@@ -218,8 +215,7 @@ class Holdings:
             to_multiply=0.0,
             own_working=(0.0, 0.0),
             product=0.0,
-            ends=(0.0, 0.0),
-            given=0.0,
+            given=(0.0, 0.0),
             gathered=0.0,
             unsharded=0.0,
             states=np.zeros(NUM_STATES),

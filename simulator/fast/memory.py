@@ -11,12 +11,12 @@ from simulator.fast.arrays import Floats, Ints
 
 # Columns of ``MemoryTables.sums``: kept bytes (of each tensor the difference to what its saver before keeps), the same
 # in recomputed segments, bytes weight gradients need, gradients of outputs of operators with parameters, what ZeRO
-# gathers and scatters, what a segment that ends with the operator made for others and their gradients, to its end, and
-# of gradients what the operator gives back before it is through;
+# gathers and scatters, of gradients what the operator gives back before it is through, and what that comes to where it
+# ends a segment;
 # model states but for gradients made anew by whether gradients are sharded, parameters that ZeRO gathers once for all
 # that use them, those gradients by sharded, what the optimizer step works in, what refreshing takes but for its largest
 # tensor, of gradients made anew shards, and what gradients are flattened into.
-KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, ENDS, END_GRADIENTS, END_GIVEN, STATES = range(10)
+KEPT, AGAIN, WEIGHTED, TO_MULTIPLY, GATHERED, UNSHARDED, GIVEN_BACK, END_GIVEN, STATES = range(9)
 STAYS, ANEW, STEP, REFRESHED, LATE, FLATTENED = 2, 3, 5, 6, 7, 8
 TIED_GATHERED, TIED_SCATTERED, TIED_WAITING, NUM_STATES = 9, 10, 11, 13
 MEMORY_COLUMNS = STATES + NUM_STATES

@@ -223,7 +223,7 @@ def estimate_peaks(
             runs = plans.run_offsets[stage + 1] - plans.run_offsets[stage]
             segments = plans.segment_offsets[stage + 1] - plans.segment_offsets[stage]
             most_pieces = max(most_pieces, runs + 2 * segments + num_parts + 3)
-    most_changes = 3 * len(savings.operators) + 2 * num_tensors + 4 * num_tied + 2
+    most_changes = 3 * len(savings.operators) + 8 * num_tensors + 4 * num_tied + 2
     room = WalkRoom(
         Pieces(np.empty(most_pieces, np.int64), np.empty(most_pieces, np.int64), np.empty(most_pieces, np.int64)),
         Crossing(np.zeros(num_tensors, np.int64), np.full(num_tensors, -1, np.int64), np.empty(num_tensors)),

@@ -67,10 +67,9 @@ from simulator.fast.memory import (
     BUCKET,
     BUFFER,
     END_GIVEN,
-    END_GRADIENTS,
-    ENDS,
     FORWARD_PEAK,
     GATHERED,
+    GIVEN_BACK,
     KEPT,
     KEPT_PEAK,
     KEPT_SPLIT_PEAK,
@@ -250,7 +249,7 @@ class TableBuilder:
             column[KEPT] = column[AGAIN] = found.private
             column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
             column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
-            column[[ENDS, END_GRADIENTS, END_GIVEN]] = *found.ends, found.given
+            column[[GIVEN_BACK, END_GIVEN]] = found.given
             column[STATES:] = found.states
             sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
             sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large

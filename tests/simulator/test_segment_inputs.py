@@ -15,6 +15,7 @@ from hardware_models.model import HardwareModel
 from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
 from simulator.closed_forms.estimate_memory import held_bytes
+from simulator.closed_forms.operator_needs import HeldEnd, held_ends
 from simulator.closed_forms.whole_for_a_while import whole_for_a_while
 from simulator.fast.estimate import FastEstimator
 from simulator.lowering.lower import stage_views
@@ -100,6 +101,21 @@ def left_bytes(view: StageView) -> int:
     )
 
 
+def gathered_gradient_bytes(view: StageView) -> float:
+    """Return what gradients of a segment's ends have more in the replay, which has them as their readers gather."""
+    problem = view.costs.problem
+
+    def excess(end: HeldEnd) -> float:
+        reader = problem.workload.consumers[end.name][-1]
+        if reader not in view.shardings:
+            return 0.0
+        read = view.cost(reader).input_bytes[problem.workload.operators[reader].inputs.index(end.name)]
+        return max(read - end.num_bytes, 0.0)
+
+    segments = [held_ends(segment, view.cost, problem) for segment in view.stage.recompute]
+    return max((sum(map(excess, ends)) for ends in segments), default=0.0)
+
+
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), family=st.sampled_from(sorted(MODELS)), runtime=st.sampled_from(RUNTIMES))
 def test_a_microbatch_keeps_what_the_replay_keeps_to_the_byte(data, family: str, runtime: str) -> None:
@@ -116,28 +132,27 @@ def test_peaks_of_plans_by_operator_are_those_of_the_replay(data, family: str, r
     plan = validate(data.draw(plans(found.problem)), found.problem)
     peaks = estimate(plan, found.problem, found.costs).peak_bytes
     assert found.estimate(plan).peak_bytes == peaks
-    # (Of what a segment makes for others only its last operator's outputs count to the segment's end. Logits that are
-    # made again, which no runtime does, count beside what ZeRO has whole of the loss's own unit.)
+    # (Logits that are made again, which no runtime does, count beside what ZeRO has whole of the loss's own unit.)
     (loss,) = [index for index, op in enumerate(found.problem.workload.operators) if op.kind == "lm_loss"] or [-1]
     for view, own, replayed in zip(
         stage_views(plan, found.costs), peaks, simulated_peaks(plan, found.problem), strict=True
     ):
         again = any(first <= loss < stop for first, stop in view.stage.recompute)
         whole = max(whole_for_a_while(view).beside.values()) if again else 0.0
-        assert (1 - 2 * NEAR) * replayed < own < (1 + 2 * NEAR) * replayed + whole
+        assert (1 - NEAR) * (replayed - gathered_gradient_bytes(view)) < own < (1 + 2 * NEAR) * replayed + whole
 
 
-@pytest.mark.xfail(strict=True, reason="-2.2 %: what a segment makes for others, but for its last operator's outputs")
 def test_what_a_segment_makes_for_others_stays_to_its_end_with_its_gradient() -> None:
-    """Packed queries, keys and values of a ViT, which the context outside reads; found by the search above."""
+    """Packed queries, keys and values of a ViT, which the context outside reads: 2.2 % of the peak was missing."""
     found = estimator("vit", "galvatron-v1")
     plan = uniform_plan(
         found.problem, dp=2, microbatch=4, zero=2, gradient_reduction="every", overlap_gradient_sync=True
     )
     plan = validate(replace(plan, stages=(replace(plan.stages[0], recompute=((37, 40),)),)), found.problem)
     (peak,) = estimate(plan, found.problem, found.costs).peak_bytes
+    assert found.estimate(plan).peak_bytes == (peak,)
     (replayed,) = simulated_peaks(plan, found.problem)
-    assert peak == pytest.approx(replayed, rel=2 * NEAR)
+    assert peak == pytest.approx(replayed, rel=1e-4)
 
 
 def test_gradients_of_large_last_layers_are_there_while_early_ones_still_keep_theirs() -> None:
