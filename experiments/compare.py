@@ -9,7 +9,6 @@ it stopped when it is called again.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from searchers.base import NoFeasiblePlan, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
-from simulator.compiled_cache import load_compiler
+from simulator.compiled_cache import load_compiler, moment_s
 from simulator.fidelity import Fidelity
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
@@ -198,7 +197,7 @@ class _Judged:
 
 def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, tell: Listener) -> _Judged:
     tell(name, "searching", None)
-    started_s = time.perf_counter()
+    started_s = moment_s()
     try:
         # An interrupt that is none would be kept as the searcher's mistake.
         with told_when_late(inputs.budget, lambda: tell(name, LATE, None)), one_interrupt():
@@ -222,7 +221,7 @@ def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
     row = {
         "searcher": name,
         "status": "no plan",
-        "search_s": time.perf_counter() - started_s,
+        "search_s": moment_s() - started_s,
         "reason": str(error).removeprefix(f"{name}: "),
     }
     return _Judged(row)

@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,37 @@ def also_compiled(function: Function) -> Function:
     return register_jitable(forceinline=True, _nrt=False)(function)
 
 
+class _Watch:
+    """A clock that stands still while this process compiles, waits for another that does, or loads what one did."""
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._since_s: float | None = None
+
+    def stop(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def go_on(self) -> None:
+        assert self._since_s is not None, "it stands"
+        self._stood_s += time.perf_counter() - self._since_s
+        self._since_s = None
+
+    def moment_s(self) -> float:
+        since_s = self._since_s
+        return (time.perf_counter() if since_s is None else since_s) - self._stood_s
+
+
+_watch = _Watch()
+
+
+def moment_s() -> float:
+    """Return a moment as ``time.perf_counter`` does, but for the time that went by with compiling.
+
+    Seconds of a search are taken with it: what it finds must not depend on whether it is the first on a machine.
+    """
+    return _watch.moment_s()
+
+
 _in_turn: list[Any] = []
 """The function that this process compiles, or loads, in its turn. What that one calls is compiled with it."""
 
@@ -118,10 +150,12 @@ def _compiled_by_one(function: Any) -> Any:
             if _in_turn:
                 return compile_or_load(signature)
             _in_turn.append(function)
+            _watch.stop()
             try:
                 with _turn(Path(f"{_kept_as(function)}.lock")):
                     return compile_or_load(signature)
             finally:
+                _watch.go_on()
                 _in_turn.clear()
 
     function.compile = compile_in_turn

@@ -172,7 +172,7 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     from searchers.base import NoFeasiblePlan
     from searchers.checked_search import checked_search
     from searchers.registry import searcher_named
-    from simulator.compiled_cache import load_compiler
+    from simulator.compiled_cache import load_compiler, moment_s
     from simulator.costs import cost_tables
     from simulator.problem import ProblemSpec
 
@@ -181,21 +181,21 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     problem = _problem(spec, digests)
     cost_tables(problem)  # shared with neighbouring runs, so no run's budget pays for them
     searcher = searcher_named(run.searcher, objective=run.objective, **json.loads(run.options))
-    began_s = time.perf_counter()
+    began_s = moment_s()
     try:
         found = checked_search(searcher, problem, run.budget, run.seed)
     except NoFeasiblePlan as error:
-        return _without_plan("no plan", error, began_s, run)
+        return _without_plan("no plan", error, moment_s() - began_s, run)
     except ValueError as error:
         if type(error) is not ValueError:  # the contract's refusal is a plain one; others are accidents
             raise
-        return _without_plan("not applicable", error, began_s, run)
+        return _without_plan("not applicable", error, moment_s() - began_s, run)
     return _judged(run, spec, problem, found)
 
 
-def _without_plan(status: str, error: ValueError, began_s: float, run: Run) -> Outcome:
+def _without_plan(status: str, error: ValueError, search_s: float, run: Run) -> Outcome:
     reason = str(error).removeprefix(f"{run.searcher}: ")
-    row = {"status": status, "reason": reason, "search_s": time.perf_counter() - began_s}
+    row = {"status": status, "reason": reason, "search_s": search_s}
     return Outcome(row, {"traceback": "".join(traceback.format_exception(error))})
 
 

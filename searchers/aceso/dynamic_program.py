@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from searchers.aceso.tables import powers_of_two
 from searchers.base import Ledger, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.scores import Objective
+from simulator.compiled_cache import moment_s
 from simulator.problem import Problem
 
 IMPOSSIBLE_S = 1e30
@@ -151,7 +151,7 @@ class _Program:
             if tp <= limit and gpus // tp <= limit and model.allows(gpus, tp, microbatch)
         ]
         self.known: dict[tuple[int, int, int, int, int], NDArray[np.float64]] = {}
-        self.end_s = time.perf_counter() + ledger.budget.seconds if ledger.budget.seconds is not None else None
+        self.end_s = moment_s() + ledger.budget.seconds if ledger.budget.seconds is not None else None
 
     def solve(self) -> list[Configuration]:
         """Return the best configuration of every stage count that has one."""
@@ -199,7 +199,7 @@ class _Program:
         first = model.num_devices - total
         nodes = (first % model.per_node == 0) << 2 | ((first + gpus) % model.per_node == 0) << 3
         for place, start in enumerate(self.starts):
-            if self.end_s is not None and time.perf_counter() > self.end_s:
+            if self.end_s is not None and moment_s() > self.end_s:
                 return False
             if (start == 0) != (total == model.num_devices):
                 continue

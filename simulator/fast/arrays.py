@@ -31,12 +31,13 @@ ONE_F_ONE_B, GPIPE, INTERLEAVED, ZB_H1 = range(4)
 # Columns of ``TimeTables.sums``: seconds of either pass, what launching them takes a host that runs ahead, seconds of
 # the weight gradients, of gathering whole units once (those of the root apart), how many operators the strategy
 # does not suit, ``StepWork``, how many buckets gradients fill (``stage_units.filled_buckets``), how many parameters
-# are gathered by calls of their own, what recomputing takes device and host longer than the forward pass, what adding
+# are gathered by calls of their own, what a backward pass takes longer where weight gradients come later and no
+# reduction travels beside them, what recomputing takes device and host longer than the forward pass, what adding
 # gradients to earlier ones takes where first ones are handed over (``ADDED``: device and host, of whole gradients and
 # of those that ZeRO scatters), elements of each family.
 FORWARD_S, BACKWARD_S, FORWARD_HOST_S, BACKWARD_HOST_S, WEIGHT_S, GATHER_S, ROOT_S, UNSUITED = range(8)
-PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, REBUILT, BUCKETS, LARGE = range(8, 15)
-AGAIN_S, AGAIN_HOST_S, ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(15, 22)
+PASSED_BYTES, TOUCHED_BYTES, TENSORS, STEPPED, REBUILT, BUCKETS, LARGE, PARTED_S = range(8, 16)
+AGAIN_S, AGAIN_HOST_S, ADDED_S, ADDED_HOST_S, ADDED_SCATTERED_S, ADDED_SCATTERED_HOST_S, ELEMENTS = range(16, 23)
 STEP_COLUMNS = 5
 TIME_COLUMNS = ELEMENTS + MAX_FAMILIES
 
@@ -60,7 +61,7 @@ FLOOR_S, PASS_START_S, PASS_S_PER_BYTE, UPDATE_S_PER_BYTE, LAUNCH_S = range(5)
 COMPUTATION_SLOWDOWN, COMMUNICATION_SLOWDOWN, COPY_START_S, COPY_S_PER_BYTE, REBUILT_S, RATES = range(5, 11)
 
 # Places in ``TimeTables.rows``, and what ``TimeTables.has_private`` adds up.
-COPIES_PART, OF_INPUTS = 2, 3
+COPIES_PART, PARTED, OF_INPUTS = 2, 3, 4
 PRIVATE, COPIED = 1, 2
 
 # Columns of ``TimeTables.channel_hosts_s``.
@@ -152,8 +153,8 @@ class TimeTables(NamedTuple):
         channel_hosts_s: float64[channels, HOST_COLUMNS]. What a call takes the host beside its launch, and listing a
             tensor of each rank for it.
         rows: float64[., OF_INPUTS + inputs, 2]. Operators between unlike neighbours: forward, backward, whether it
-            saves a part that it copies (first of a pair), by input what a segment does not repeat; seconds, and what
-            launching them takes.
+            saves a part that it copies (first of a pair), what its backward pass takes longer in two halves, by input
+            what a segment does not repeat; seconds, and what launching them takes.
         beyond_host_s: float64[tables, N, 4]. As ``stage_prices`` has it; [tables, 0, 4] if no host waits for gathers.
         boundaries: float64[., 4]. Transfers forward and backward, and making whole what arrived on either side.
         norms_s: Per set of placements, of the collective over them that the gradient norm needs.

@@ -65,6 +65,7 @@ def view_of(
     devices: Sequence[int],
     microbatch_size: int,
     entering: Iterable[str] = (),
+    schedule: str = "1f1b",
 ) -> StageView:
     """Return a stage of these operators only; see ``StageView.entering``."""
     operators = costs.problem.workload.operators
@@ -75,7 +76,7 @@ def view_of(
         devices=tuple(devices),
         shardings=run_lengths(resolved),
     )
-    plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1)
+    plan = Plan(stages=(stage,), microbatch_size=microbatch_size, num_microbatches=1, schedule=schedule)
     return StageView(0, stage, plan, costs, costs.problem.gpu_types[devices[0]], tuple(entering))
 
 

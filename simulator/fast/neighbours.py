@@ -12,6 +12,8 @@ from simulator.fast.arrays import (
     BACKWARD_S,
     FORWARD_HOST_S,
     FORWARD_S,
+    PARTED,
+    PARTED_S,
     ROW,
     Floats,
     Ints,
@@ -39,12 +41,13 @@ class Unlike(NamedTuple):
 
 
 class PassSums(NamedTuple):
-    """Seconds of device and host, forward and backward."""
+    """Seconds of device and host, forward and backward, and what backward takes the device longer in two halves."""
 
     forward_s: float
     backward_s: float
     forward_host_s: float
     backward_host_s: float
+    parted_s: float
 
 
 @inlined
@@ -73,7 +76,7 @@ def add_unlike(
     """
     begin, table, ends = plans.run_offsets[stage], run_tables[run], plans.run_stops[run]
     sums, all_known = tables.sums[table], True
-    forward_s, backward_s, forward_host_s, backward_host_s = 0.0, 0.0, 0.0, 0.0
+    forward_s, backward_s, forward_host_s, backward_host_s, parted_s = 0.0, 0.0, 0.0, 0.0, 0.0
     for place in range(shape.touched_offsets[start], shape.touched_offsets[start + 1]):
         index = shape.touched[place]
         if index >= ends:
@@ -104,5 +107,6 @@ def add_unlike(
         forward_host_s += more_host_s
         backward_s += own[1, 0] - (behind[BACKWARD_S] - alike[BACKWARD_S])
         backward_host_s += own[1, 1] - (behind[BACKWARD_HOST_S] - alike[BACKWARD_HOST_S])
+        parted_s += own[PARTED, 0] - (behind[PARTED_S] - alike[PARTED_S])
         count += 1
-    return count, all_known, PassSums(forward_s, backward_s, forward_host_s, backward_host_s)
+    return count, all_known, PassSums(forward_s, backward_s, forward_host_s, backward_host_s, parted_s)

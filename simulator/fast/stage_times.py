@@ -29,6 +29,7 @@ from simulator.fast.arrays import (
     LAUNCHING,
     MAX_PENDING,
     MIXED_GATHERS,
+    PARTED_S,
     PENDING,
     REDUCED,
     TENSORS,
@@ -136,7 +137,7 @@ def _add_runs(
     state, count = DONE, 0
     gathers, all_gathered, any_sharded, any_stepped = False, True, False, False
     in_parts = plans.reduces_every[plan] != 0 or plans.overlaps[plan] != 0
-    forward_s, backward_s, forward_host_s, backward_host_s = 0.0, 0.0, 0.0, 0.0
+    forward_s, backward_s, forward_host_s, backward_host_s, parted_s = 0.0, 0.0, 0.0, 0.0, 0.0
     num_buckets, num_large, num_tensors = 0.0, 0.0, 0.0
     num_pending, pending_unit, gathered_bytes = 0, -1, beside.gathered_bytes
     room.gather_s[:] = 0.0
@@ -153,6 +154,7 @@ def _add_runs(
         backward_s += sums[ends, BACKWARD_S] - sums[start, BACKWARD_S]
         forward_host_s += sums[ends, FORWARD_HOST_S] - sums[start, FORWARD_HOST_S]
         backward_host_s += sums[ends, BACKWARD_HOST_S] - sums[start, BACKWARD_HOST_S]
+        parted_s += sums[ends, PARTED_S] - sums[start, PARTED_S]
         for column in range(len(room.added_s)):
             room.added_s[column] += sums[ends, ADDED_S + column] - sums[start, ADDED_S + column]
         num_large += sums[ends, LARGE] - sums[start, LARGE]
@@ -166,6 +168,7 @@ def _add_runs(
         backward_s += more.backward_s
         forward_host_s += more.forward_host_s
         backward_host_s += more.backward_host_s
+        parted_s += more.parted_s
         own = add_parameters(
             shape, tables, plans, run_tables, run, start, stage, first, rules.ties_by_use, in_parts, beside,
             room.copied, room.synchronised,
@@ -193,7 +196,7 @@ def _add_runs(
         room.gather_s[shape.gathers_of[pending_unit] - 1] += channels_s(
             tables, pending.channels, pending.elements, num_pending, gathered_bytes
         )
-    passes = PassSums(forward_s, backward_s, forward_host_s, backward_host_s)
+    passes = PassSums(forward_s, backward_s, forward_host_s, backward_host_s, parted_s)
     return RunSums(
         state, passes, count, num_buckets, num_large, num_tensors, gathers and not all_gathered, any_stepped
     )
@@ -274,7 +277,7 @@ def fill_stage(
     if not in_order:
         return stop, BAD_SEGMENTS, 0.0
     forward_s, forward_host_s = found.passes.forward_s + settled_s, found.passes.forward_host_s + settled_host_s
-    backward_s = found.passes.backward_s - alone_s + again_s
+    backward_s = found.passes.backward_s - alone_s + again_s + (found.passes.parted_s if splits else 0.0)
     backward_host_s = found.passes.backward_host_s - alone_host_s + again_host_s
     forward_host_s += pass_host_s
     backward_host_s += (2 if splits else 1) * pass_host_s

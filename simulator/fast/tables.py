@@ -19,6 +19,7 @@ from simulator.closed_forms.stage_prices import (
     again_s,
     beyond_host_s,
     collective_s,
+    items_s,
     transfers_s,
     weights_s,
 )
@@ -44,6 +45,8 @@ from simulator.fast.arrays import (
     LARGE,
     MAX_FAMILIES,
     OF_INPUTS,
+    PARTED,
+    PARTED_S,
     PASSED_BYTES,
     PRIVATE,
     ROOT_S,
@@ -151,7 +154,8 @@ class TableBuilder:
     ) -> list[Spent]:
         """Return what an operator takes forward and backward, and by input what a segment does not repeat.
 
-        Between these, first of a pair, whether it saves a part that it copies.
+        Between these, first of a pair, whether it saves a part that it copies; and what its backward pass takes longer
+        where its weight gradients come later.
 
         Args:
             index: The operator.
@@ -163,10 +167,15 @@ class TableBuilder:
         names = [self.names.tensors[tensor] for tensor in entering]
         view = view_of(self.costs, strategies, devices, microbatch_size, names)
         forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
+        parted_s = 0.0
+        if any(item.collective is not None and not item.chained for item in backward):  # It travels beside them.
+            halves = view_of(self.costs, strategies, devices, microbatch_size, names, schedule="zb-h1")
+            _, apart, _ = ProgramBuilder(halves, Fidelity()).operator_alone(index)
+            parted_s = items_s(halves, apart) - items_s(view, backward)
         inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
         parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
         found = [spent(view, items) for items in parts]
-        return [*found[:2], (float(copies_saved_part(view, index)), 0.0), *found[2:]]
+        return [*found[:2], (float(copies_saved_part(view, index)), 0.0), (parted_s, 0.0), *found[2:]]
 
     # Whole tables
 
@@ -242,6 +251,7 @@ class TableBuilder:
             sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
             sums[index + 1, [AGAIN_S, AGAIN_HOST_S]] = again[key]
             copies, _ = rows[structure.classes[index]][COPIES_PART]
+            sums[index + 1, PARTED_S], _ = rows[structure.classes[index]][PARTED]
             has_private[index] = PRIVATE * (found.private > 0) + COPIED * (copies > 0)
             maxima[[PRODUCT, LARGEST], index] = found.product, found.largest
             maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket

@@ -13,6 +13,7 @@ from simulator.lowering.recompute import recomputed_operators
 from simulator.lowering.synchronisation import GradientBucket, gradient_buckets, handed_over
 from simulator.lowering.view import StageView as StageView
 from simulator.operator_cost import RECOMPUTED, OperatorCost
+from simulator.schedules.registry import schedule_named
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from workloads.placements import PARTIAL
 
@@ -150,13 +151,15 @@ class ProgramBuilder(ParameterGathers):
     def _reductions_beside_weights(self, index: int) -> list[tuple[MeshCollective, int]]:
         """Return reductions of input gradients that travel while the operator's weight gradients are made, by input.
 
-        Those towards an earlier operator of the stage alone: what leaves the stage is waited for.
+        Those towards an earlier operator of the stage alone: what leaves the stage is waited for. None where weight
+        gradients come later.
         """
         view, cost = self.view, self._cost(index)
         inputs = view.costs.problem.workload.operators[index].inputs
         if (
             not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
             or not self.fidelity.tensor_parallel
+            or schedule_named(view.plan.schedule).splits_backward
             or not cost.backward_weight.device_s
             or any(view.cost_on(index, gpu_type).includes_collectives for gpu_type in view.gpu_types)
         ):

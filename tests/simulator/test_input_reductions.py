@@ -117,6 +117,23 @@ def test_the_estimates_let_them_travel_beside_too(shape: dict, microbatch: int, 
     assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shape", [dict(tp=4, pp=2), dict(tp=2, pp=4), dict(tp=2, pp=2, dp=2)])
+def test_nothing_travels_beside_weight_gradients_that_come_later(
+    shape: dict, recompute: str, sequence_parallel: bool
+) -> None:
+    """The estimates let it: zb-h1 came out 5 to 9 % too fast for GPT-3 6.7B with tensor parallelism."""
+    problem = with_overlap(True)
+    plan = uniform_plan(
+        problem, schedule="zb-h1", recompute=recompute, sequence_parallel=sequence_parallel, microbatch=2, **shape
+    )
+    found_s, in_turn_s = (estimate(plan, with_overlap(wanted)).iteration_time_s for wanted in (True, False))
+    assert found_s == pytest.approx(in_turn_s, rel=1e-12)
+    assert found_s == pytest.approx(simulate_time_s(plan, problem), rel=0.01)
+    assert FastEstimator(problem).estimate(plan).iteration_time_s == pytest.approx(found_s, rel=1e-11)
+
+
 def test_a_host_that_waits_for_each_launch_overlaps_nothing(tmp_path) -> None:
     text = (RUNTIMES / "megatron-lm-2023.yaml").read_text()
     path = tmp_path / "mine.yaml"
