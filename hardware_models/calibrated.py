@@ -102,6 +102,7 @@ class Calibration:
         pipeline: Of this machine's own executor.
         measurements: What else was measured.
         fits: The summary.
+        fitted_on: What tells the runs that constants or operators were fitted to from others, if they were.
         machine, date, versions: Where and when it was measured, with what; empty where the source does not say.
     """
 
@@ -115,6 +116,7 @@ class Calibration:
     pipeline: PipelineConstants | None = None
     measurements: tuple[Quantity, ...] = ()
     fits: tuple[FitRecord, ...] = ()
+    fitted_on: tuple[str, ...] = ()
     machine: str = ""
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class Calibration:
         )
 
     def _left_out(self, presets: Set[str], types: Set[str]) -> tuple[str, ...]:
-        """Return which parts are of other hardware than that in use, in sentences."""
+        """Return which parts are of other hardware than that in use, or of pipelines on the machine, in sentences."""
         measured: dict[str, tuple[str, ...]] = {
             "links": tuple(self.links),
             "networks": tuple(self.networks),
@@ -168,7 +170,14 @@ class Calibration:
             words.append((["operators"], (self.operators.gpu_type,), types))
         if self.gpus and not types & set(self.gpus):
             words.append((["GPU constants"], tuple(self.gpus), types))
-        return tuple(
+        of_pipelines: tuple[str, ...] = ()
+        if self.pipeline is not None and (self.pipeline.operator_factor != 1 or self.pipeline.pass_overhead_s):
+            of_pipelines = (
+                "the profile's constants of pipelines (operators take "
+                f"{self.pipeline.operator_factor:.3g} times as long there) are left out: they are of the machine under "
+                "load, and windtunnel validate alone has them",
+            )
+        return of_pipelines + tuple(
             f"{', '.join(parts)} of the calibration are left out: they are of {', '.join(of)}, not of "
             f"{', '.join(sorted(own))}, whose shipped ones are used; calibrate for it"
             for parts, of, own in words

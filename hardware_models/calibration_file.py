@@ -90,6 +90,7 @@ class _File(FileModel):
     versions: Mapping[str, Text] = {}
     units: Mapping[str, Text] = {}
     fits: tuple[_Fit, ...] = ()
+    fitted_on: tuple[Text, ...] = ()
     gpus: Mapping[str, _Gpu] = {}
     links: Mapping[str, LinkType] = {}
     networks: Mapping[str, NetworkType] = {}
@@ -147,6 +148,7 @@ def _from_file(file: _File, source: str) -> Calibration:
         pipeline=_pipeline(**_fields(file.pipeline)) if file.pipeline is not None else None,
         measurements=tuple(Quantity(**_fields(each)) for each in file.measurements),
         fits=tuple(FitRecord(**_fields(each)) for each in file.fits),
+        fitted_on=file.fitted_on,
         machine=file.machine,
         date=file.date,
         versions=file.versions,
@@ -207,6 +209,7 @@ def calibration_mapping(calibration: Calibration) -> dict[str, Any]:
     mapping["units"] = UNITS
     parts: dict[str, Any] = {
         "fits": [_fit_mapping(each) for each in found.fits],
+        "fitted_on": list(found.fitted_on),
         "gpus": {name: _gpu_mapping(part) for name, part in found.gpus.items()},
         "links": {name: part.model_dump(mode="json") for name, part in found.links.items()},
         "networks": {name: part.model_dump(mode="json") for name, part in found.networks.items()},

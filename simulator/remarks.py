@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from datafiles.names import nearest
 from simulator.plan import Plan
 from simulator.problem import Problem
+
+FEW = 3
+"""Names in a sentence."""
 
 
 def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
@@ -15,7 +21,26 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
             f"{runtime.name} has no sequence parallelism, which the plan has: it is simulated as if it had, and no run "
             "is like that; take a runtime whose has_sequence_parallelism is true"
         )
-    return (*found, *problem.hardware.left_out)
+    return (*found, *_rows_of_nothing(problem), *problem.hardware.left_out)
+
+
+def _rows_of_nothing(problem: Problem) -> Iterator[str]:
+    """Yield what is wrong with a profile that has rows of operators nothing here is, and none of some that are."""
+    profile, workload = problem.hardware.operator_profile, problem.workload
+    if profile is None or profile.dtype != problem.runtime.implementation.dtype:
+        return
+    known = {op.role for op in workload.operators}.union(workload.profile_roles)
+    lacking = [
+        op.role
+        for op, role in zip(workload.operators, workload.profile_roles, strict=True)
+        if not {op.role, role} & set(profile.roles)
+    ]
+    strange = [role for role in dict.fromkeys(profile.roles) if role not in known]
+    if strange and lacking:
+        yield (
+            f"the profile's rows of {', '.join(strange[:FEW])} are of no operator of {workload.name}; "
+            f"{nearest(strange[0], lacking)}; what has no rows is modelled"
+        )
 
 
 def is_sequence_parallel(plan: Plan) -> bool:

@@ -35,7 +35,8 @@ def uniform_plan(
 
     Args:
         problem: What to plan for.
-        tp, pp, dp: Degrees; their product must not exceed the cluster.
+        tp, pp, dp: Degrees; their product must not exceed the cluster. Devices beyond it are left idle (the command
+            line's ``plan`` takes all that are left for data parallelism).
         microbatch: Samples per replica and microbatch.
         recompute: ``none``, ``selective`` (the attention core of each layer) or ``full`` (each layer).
         zero: ZeRO level over the data-parallel axis. 2 under a runtime that keeps FSDP's root unit gathered

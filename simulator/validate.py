@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
+from datafiles.names import nearest
 from datafiles.words import counted
 from simulator.divisors import largest_divisor
 from simulator.lowering.mesh import batch_degree
-from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, Plan, Sharding, Stage, resolve
+from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, TENSOR_WORDS, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
 from simulator.schedules.actions import PipelineShape
 from simulator.schedules.registry import schedule_named
@@ -255,7 +256,7 @@ def _wrong_splits(op: Operator, resolved: Sharding) -> Iterator[str]:
     limits: dict[str, int] = {}
     for axis in resolved:
         if axis.split not in table:
-            yield f"kind {op.kind} has no split {axis.split!r}; use one of {', '.join(sorted(table))}"
+            yield f"kind {op.kind} has no split {axis.split!r}; {nearest(axis.split, [*TENSOR_WORDS, *sorted(table)])}"
         elif axis.zero and axis.split != "batch":
             yield f"zero goes with batch only, got {axis.split} with zero {axis.zero}"
         limits[axis.split] = limits.get(axis.split, 1) * axis.size

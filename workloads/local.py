@@ -151,9 +151,10 @@ def cut(shape: Shape, placement: Placement, size: int, what: str = "tensor") -> 
         raise ValueError(f"{what}: dimension {dim} must exist, got shape {shape}")
     if shape[dim] % size:
         name = "samples" if dim == 0 and "parameter" not in what else f"dimension {dim}"
-        raise ValueError(
-            f"{what}: {name} must be divisible by {size}, got {shape[dim]}; try {_largest_divisor(shape[dim], size)}"
-        )
+        fits = _largest_divisor(shape[dim], size)
+        whole = "leave it whole (no sequence parallelism)" if "sequence" in what else "leave it whole"
+        remedy = f"try {fits}" if fits > 1 else whole
+        raise ValueError(f"{what}: {name} must be divisible by {size}, got {shape[dim]}; {remedy}")
     return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
 
 

@@ -14,6 +14,7 @@ from experiments.calibrate.inferred_parts import profile_of
 from experiments.calibrate.inferred_profile import SETTLED, LayersRun, infer
 from experiments.calibrate.inferred_ridge import priors
 from experiments.calibrate.measured_run import MeasuredRun, doubt
+from experiments.fitted_runs import run_digest
 from experiments.run_table import PLAN, SECONDS, Common, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
 from hardware_models.calibration.outcome import Outcome, Point, fit_record
@@ -75,6 +76,10 @@ def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
 
 
+def _digests(runs: Sequence[MeasuredRun]) -> tuple[str, ...]:
+    return tuple(run_digest(run.problem, run.plan) for run in runs)
+
+
 def constants(
     table: Path,
     names: Sequence[str],
@@ -129,7 +134,7 @@ def constants(
         notes += (f"the runs do not tell these factors well, use with care: {', '.join(moved)}",) if moved else ()
     notes += _far(factors)
     calibration = with_factors(found[0].problem.hardware.cluster, factors, source)
-    return Outcome(replace(calibration, fits=fits), tuple(points), notes)
+    return Outcome(replace(calibration, fits=fits, fitted_on=_digests(found)), tuple(points), notes)
 
 
 def runs(table: Path, common: Common | None = None) -> Outcome:
@@ -179,4 +184,5 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
         notes = ("no factors predict left-out runs better than the shipped model: it stays, leave --profile out",)
     if inferred.unsettled >= SETTLED:
         notes += (f"shares did not settle: sums and simulator differ by up to {inferred.unsettled:.1%} of a run",)
-    return Outcome(Calibration(source=source, operators=profile, fits=fits), tuple(points), notes)
+    calibration = Calibration(source=source, operators=profile, fits=fits, fitted_on=_digests(found))
+    return Outcome(calibration, tuple(points), notes)

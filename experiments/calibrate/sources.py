@@ -237,6 +237,8 @@ def machine(file: Path, *, preset: str | None) -> Outcome:
         ValueError: If the file is no such profile, or holds nothing.
     """
     profile = load_calibration(file)
+    if not profile.machine:
+        raise DataFileError(file, f"must be what windtunnel profile wrote of a machine, got one {profile.source}")
     fits, points = _operator_fits(profile.operators) if profile.operators is not None else ([], [])
     parts = None
     if profile.collectives is not None:

@@ -63,7 +63,10 @@ def validate_campaign(
 
     if write_cases is not None and campaign.name not in campaign_names():
         known = ", ".join(campaign_names())
-        raise ValueError(f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out")
+        raise ValueError(
+            f"accuracy cases are of the campaigns {known}, got {campaign.name!r}; leave --write-cases out, and hold "
+            "your own runs against predictions with windtunnel predict --baseline"
+        )
     work = campaign_work(campaign, with_profiling=profile is None)
     turns = rounds or campaign.options.rounds
     folder = output or Path("out") / f"validate-{campaign.name}"
@@ -80,8 +83,12 @@ def validate_campaign(
             raise typer.Exit(1)
         return
     seconds = estimated_s(work, campaign.device, turns)
+    given = None if profile is None else load_calibrations(profile, work)  # Before hours of measuring.
+    for words in dict.fromkeys(each.profile.other_versions() for each in (given or {}).values()):
+        if words:
+            messages().print(f"note: {words}", markup=False, soft_wrap=True)
     if dry_run:
-        show_plans(campaign, work, seconds, turns, as_json=as_json)
+        show_plans(campaign, work, seconds, turns, given, as_json=as_json)
         return
     if campaign.device == "cuda" and not missing:
         notes = [other_gpu(campaign.report[0].problem)]
@@ -92,7 +99,6 @@ def validate_campaign(
         ]
         for words in filter(None, notes):
             messages().print(f"note: {words}", markup=False, soft_wrap=True)
-    given = None if profile is None else load_calibrations(profile, work)  # Before hours of measuring.
     if missing:
         messages().print(f"nothing is run, since the campaign {missing}: reported is what {folder} holds")
     else:
@@ -193,8 +199,21 @@ def campaign_progress(title: str) -> Iterator[Listener]:
         yield listen
 
 
-def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rounds: int, *, as_json: bool) -> None:
-    """Print what would run: every plan with its predicted time on modelled hardware, and whether it is said to fit."""
+def show_plans(
+    campaign: Campaign,
+    work: Sequence[UnitWork],
+    seconds: float,
+    rounds: int,
+    given: Mapping[str, Calibration] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what would run: every plan with its predicted time, and whether it is said to fit.
+
+    Args:
+        campaign, work, seconds, rounds, as_json: What there is, how long it takes, and how to print it.
+        given: By unit, a profile to predict with; None for modelled hardware.
+    """
     from simulator.simulate import simulate
     from validation.campaigns.run import missing_devices
 
@@ -206,7 +225,8 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
         named += [("calibration", plan.name, job) for plan, job in unit.calibration]
         named += [("report", plan.name, job) for plan, job in unit.report]
         for part, name, job in named:
-            result = simulate(job.plan, job.problem, engine="compiled")
+            problem = job.problem if given is None else given[unit.name].apply(job.problem, job.plan)
+            result = simulate(job.plan, problem, engine="compiled")
             peak = result.peak_allocated_bytes
             rows.append((part, name, len(job.plan.devices), result.iteration_time_s, peak, result.fits))
     if as_json:
@@ -226,7 +246,8 @@ def show_plans(campaign: Campaign, work: Sequence[UnitWork], seconds: float, rou
     ]
     columns = [("", "left"), ("run", "left"), ("devices", "right"), ("predicted (ms)", "right"),
                ("peak (GiB)", "right"), ("fits", "left")]  # fmt: skip
-    title = f"{campaign.name} on {campaign.cluster}, modelled hardware; nothing is run"
+    title = f"{campaign.name} on {campaign.cluster}, {'modelled hardware' if given is None else 'by the profile'}; "
+    title += "nothing is run"
     print_table(title, columns, cells)
     missing = missing_devices(campaign)
     print_lines(

@@ -150,6 +150,8 @@ def plan(
     validate(built, problem)
     if sequence_parallel and tp == 1:
         messages().print("--sequence-parallel changes nothing here: --tp 1 splits no layer over GPUs")
+    if zero and dp == 1:
+        messages().print("--zero changes nothing here: --dp 1 has no replicas to shard states over")
     by_unit = problem.runtime.reduces_by_unit
     by_unit |= any(axis.zero == 3 for stage in built.stages for _, axes in stage.shardings for axis in axes)
     if overlap_gradient_sync and dp == 1:

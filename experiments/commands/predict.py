@@ -87,6 +87,7 @@ def predict(
     from experiments.accuracy.run import report_of, telling_features
     from experiments.calibrate.measured_run import doubt
     from experiments.commands.validate import parse_share
+    from experiments.fitted_runs import fitted_rows
     from experiments.notes import show_notes_of_runs
     from experiments.run_baseline import earlier_errors, worse
     from experiments.run_files import files_of_runs
@@ -117,7 +118,20 @@ def predict(
     inputs = [*files_of_runs(runs, common), *([baseline] if baseline is not None else [])]
     all_writable(read=inputs, tables=[output], pictures=[plot])
     earlier = earlier_errors(baseline, runs, COLUMNS) if baseline is not None else {}
-    outcomes = _simulated(cases, fidelity, runs, output)
+    fitted = fitted_rows(cases, profile)
+    reported = [case for case in cases if case.row_id not in fitted]
+    if fitted and not any(case.measured.iteration_time_s is not None for case in reported):
+        for option, given in (("--limit", largest), ("--baseline", baseline)):
+            if given is not None:
+                raise ValueError(
+                    f"{option} needs measured runs that the profile was not fitted to, and {profile} was to all of "
+                    f"{runs}: fit on some, and predict others"
+                )
+        reported = cases
+    told = _told_of_fitted(len(fitted), all_of_them=reported is cases, profile=profile)
+    every = _simulated(cases, fidelity, runs, output)
+    judged = {case.row_id for case in reported}
+    outcomes = [each for each in every if each.case.row_id in judged]
     report = report_of(runs.stem, outcomes)
     if plot is not None:
         plot_outcomes(runs.stem, report.time or report.memory, outcomes, plot)
@@ -140,11 +154,13 @@ def predict(
     before = {row_id(runs, number): error for number, error in earlier.items() if row_id(runs, number) in errors}
     ignored = columns_not_read(runs)
     if as_json:
-        found = [_run_mapping(each) for each in outcomes]
+        found = [_run_mapping(each) | {"profile_fitted_to_it": each.case.row_id in fitted} for each in every]
         others = {"refused": refused, "columns_not_read": list(ignored)}
         print_json({"report": _report_mapping(report), "runs": found, **others})
     else:
         _print(report, outcomes, features, before)
+    if told:
+        messages().print(told, markup=False, soft_wrap=True)
     if ignored:
         names = [f"{name} (did you mean {alike}?)" if alike else name for name, alike in ignored.items()]
         messages().print(f"columns that say nothing about a run: {', '.join(names)}", markup=False)
@@ -169,6 +185,16 @@ def predict(
         for line in failed:
             messages().print(f"[bold red]{line}[/]", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _told_of_fitted(count: int, *, all_of_them: bool, profile: str | None) -> str:
+    """Return, in words, how many runs the profile was fitted to, and what follows; nothing for none."""
+    if not count:
+        return ""
+    if all_of_them:
+        return f"{profile} was fitted to these runs: their errors say how well, not how well it predicts others"
+    one, several = "run that it was fitted to is", "runs that it was fitted to are"
+    return f"{profile}: {counted(count, one, several)} left out of the errors"
 
 
 def _doubts(outcomes: Sequence[Outcome]) -> list[str]:

@@ -159,17 +159,30 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     ]
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
     print_table(title, columns, rows)
-    counters = ", ".join(
-        f"{_number(count)} {name.removesuffix('s' if count == 1 else '').replace('_', ' ')}"
-        for name, count in found.counters.items()
-    )
-    console().print(f"{counters}; {found.wall_s:.2f} s")
+    counters = ", ".join(f"{_number(count)} {_counter_words(name, count)}" for name, count in found.counters.items())
+    console().print(f"{counters}; {found.wall_s:.2f} s", soft_wrap=True)
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
     verdict = f"; {judged.reason}" if judged.reason else ""
     console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}", markup=False)
     if output is not None:
         console().print(f"plan: {output}; next: windtunnel simulate {output}", markup=False, soft_wrap=True)
+
+
+def _counter_words(name: str, count: int | float) -> str:
+    """Return what a counter counts, of one thing the first plural word in the singular.
+
+    >>> _counter_words("stage_searches", 1), _counter_words("stages_priced", 1), _counter_words("illegal", 1)
+    ('stage search', 'stage priced', 'illegal')
+    >>> _counter_words("stages_priced", 2), _counter_words("dynamic_programs", 1)
+    ('stages priced', 'dynamic program')
+    """
+    words = name.split("_")
+    for place, word in enumerate(words if count == 1 else ()):
+        if word.endswith("s"):
+            words[place] = word.removesuffix("es" if word.endswith("ches") else "s")
+            break
+    return " ".join(words)
 
 
 def _number(count: int | float) -> str:

@@ -92,7 +92,7 @@ def _log_places(low: float, high: float) -> Iterator[list[float]]:
     if high < EVEN_BELOW * low:
         steps = [list(MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)) for count in (7, 5, 3)]
     else:
-        kinds = (range(1, 10), (1, 2, 3, 4, 6, 8), (1, 2, 5), (1, 3), (1,))
+        kinds = ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 4, 6, 8), (1, 2, 5), (1, 3), (1,))
         steps = [[digit * 10.0**power for power in range(first, last + 1) for digit in digits] for digits in kinds]
         steps += [[10.0**power for power in range(first, last + 1) if power % every == 0] for every in (2, 3, 5, 10)]
     for places in steps:

@@ -283,3 +283,26 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     monkeypatch.setattr(accuracy, "run_case", lambda *_, **__: pytest.fail("nothing may be simulated"))
     code, _, err = run(capsys, "predict", runs, *ON, "-o", runs.parent)
     assert code == 2 and "output must be a file" in err
+
+
+def test_runs_that_a_profile_was_fitted_to_are_no_evidence_for_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three rows are fitted to: errors and limits are of the third, and of none where there is no third."""
+    shape = "small,4,256,4,128,1024"
+    given = [f"{shape},1,1,2,4,16,0.02,\n", f"{shape},2,1,1,4,16,0.04,\n", f"{shape},1,2,1,4,16,0.05,\n"]
+    runs.write_text(HEAD + "".join(given))
+    some, profile = runs.with_name("some.csv"), runs.with_name("fitted.json")
+    some.write_text(HEAD + "".join(given[:2]))
+    code, _, err = run(capsys, "calibrate", "runs", some, *ON, "--constants", "host", "-o", profile)
+    assert code == 0, err
+    code, out, err = run(capsys, "predict", runs, *ON, "--profile", profile, "--json")
+    found = json.loads(out)
+    assert code == 0 and "2 runs that it was fitted to are left out of the errors" in err
+    assert [each["profile_fitted_to_it"] for each in found["runs"]] == [True, True, False]
+    assert found["report"]["num_timed"] == 1
+    assert found["report"]["mean_absolute_error"] == pytest.approx(abs(found["runs"][2]["time_error"]))
+    code, out, err = run(capsys, "predict", some, *ON, "--profile", profile)
+    assert code == 0 and "was fitted to these runs" in err and "2 measured runs" in out
+    code, _, err = run(capsys, "predict", some, *ON, "--profile", profile, "--limit", "900%")
+    assert code == 2 and "--limit needs measured runs that the profile was not fitted to" in err

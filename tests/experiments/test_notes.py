@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from datafiles.writer import dump_yaml
+from hardware_models.calibrated import PipelineConstants
 from hardware_models.calibration_file import load_calibration, save_calibration
 from hardware_models.cluster import parse_cluster
 from hardware_models.machine_factors import with_factors
 from hardware_models.model import HardwareModel
+from hardware_models.profile import ProfileRow
 from hardware_models.runtime_files import load_runtime
 from simulator.plan_file import load_plan
 from simulator.simulate import simulate
@@ -120,3 +122,34 @@ def test_what_is_left_out_moves_no_prediction_and_nothing_is_said_where_all_is_u
     both = replace(calibration, links={**calibration.links, OWN: calibration.links[OTHER]}, networks={})
     assert both.hardware(cluster).left_out == ()
     assert HardwareModel(cluster).left_out == ()
+
+
+def test_rows_of_no_operator_are_said_where_operators_lack_rows(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelt role would leave its operator to the model without a word; a table of some operators alone is fine."""
+    columns = [field.name for field in fields(ProfileRow)][:15]
+    row: dict[str, object] = dict.fromkeys(columns, 0)
+    row |= {"samples": 8, "tensor_size": 1, "split": "default", "includes_collectives": False, "num_groups": 1}
+    row |= {"source": "test", "forward_s": 1e-4, "backward_s": 2e-4}
+    given = {"format": "windtunnel-operator-profile-1", "model": "tiny", "gpu_type": "v100-sxm2-32gb", "dtype": "fp16"}
+    run(capsys, "plan", *words("megatron-lm-2021"), "-o", "plan.yaml")
+    for role, is_said in (("mlp_linear_1", False), ("mlp_linear1", True)):
+        rows = [list((row | {"role": own}).values()) for own in ("attention_qkv", role)]
+        profile = {**given, "source": "test", "columns": columns, "rows": rows}
+        (folder / "own.yaml").write_text(dump_yaml(profile))
+        code, out, error = run(capsys, "simulate", "plan.yaml", "--profile", "own.yaml", "--json")
+        assert code == 0, error
+        notes = json.loads(out)["notes"]
+        assert len(notes) == is_said
+        if is_said:
+            assert "rows of mlp_linear1 are of no operator of tiny; did you mean 'mlp_linear_1'?" in notes[0]
+
+
+def test_constants_of_pipelines_are_said_to_be_left_out() -> None:
+    factors = with_factors(parse_cluster(f"{OWN}:1x2"), {"products": 0.9}, "test")
+    measured = replace(factors, pipeline=PipelineConstants(0.77, 0.0, "a plan"))
+    (said,) = measured.hardware(parse_cluster(f"{OWN}:1x2")).left_out
+    assert "operators take 0.77 times as long there" in said
+    nothing = replace(factors, pipeline=PipelineConstants(1.0, 0.0, "no plan"))
+    assert nothing.hardware(parse_cluster(f"{OWN}:1x2")).left_out == ()

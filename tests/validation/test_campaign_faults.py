@@ -44,7 +44,9 @@ def command(campaign: Path, folder: Path, rounds: int) -> list[str]:
 
 
 @pytest.mark.measured
-def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign, folder = tmp_path / "alone.yaml", tmp_path / "out"
     campaign.write_text(dump_yaml(ALONE))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -96,6 +98,17 @@ def test_an_interrupted_campaign_keeps_what_is_finished_and_goes_on(tmp_path: Pa
     (calibration,) = fit_campaign(work, rounds[:1]).values()
     save_calibration(calibration, tmp_path / "profiles", "gpt")
     assert load_calibrations(tmp_path / "profiles", work) == {"gpt": calibration}
+    own = calibration.profile
+    old = replace(own, versions={**own.versions, "torch": "1.0"})
+    assert own.other_versions() == "" and "measured with torch 1.0, here 2" in old.other_versions()
+    capsys.readouterr()
+    run_command(campaign, profile=tmp_path / "profiles", dry_run=True)
+    assert "by the profile; nothing is run" in " ".join(capsys.readouterr().out.split())
+    rows = tuple(replace(row, parameter_bytes=4 * row.parameter_bytes) for row in own.operators.rows)
+    wider = replace(calibration, profile=replace(own, operators=replace(own.operators, rows=rows)))
+    save_calibration(wider, tmp_path / "profiles", "gpt")
+    with pytest.raises(ValueError, match=r"the profile must be of .*, whose .* has .* weights"):
+        load_calibrations(tmp_path / "profiles", work)
     elsewhere = replace(calibration, profile=replace(calibration.profile, machine="Pentium, 1 cores"))
     save_calibration(elsewhere, tmp_path / "profiles", "gpt")
     before = time.monotonic()

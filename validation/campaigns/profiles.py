@@ -12,6 +12,7 @@ from datafiles.loader import load_mapping
 from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_text_atomically
 from hardware_models.schema import Text
+from simulator.profile_check import check_profile
 from validation.campaigns.fit import Calibration
 from validation.campaigns.work import UnitWork
 from validation.profiling.machine_profile import MachineProfile, load_machine_profile, save_machine_profile
@@ -57,7 +58,8 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
         units: Whose calibrations.
 
     Raises:
-        ValueError: If the folder lacks a unit, or a profile is of another machine, model or dtype.
+        ValueError: If the folder lacks a unit, or a profile is of another machine, model or dtype, or of a model of
+            that name with other sizes.
         DataFileError: If a file is damaged.
     """
     found = {}
@@ -65,9 +67,10 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
         stem = unit.name.replace(" ", "_")
         path = folder if folder.is_file() and len(units) == 1 else folder / f"{stem}.json"
         if not path.is_file():
+            got = f"{folder}, which lacks it" if folder.is_dir() else f"{folder}, which is none"
             raise ValueError(
-                f"the profile must be a folder with {path.name}, such as profiles/ of an earlier campaign's output, "
-                f"got {folder}"
+                f"the profile must be a folder with {path.name}, such as profiles/ of an earlier campaign's output"
+                f"{', or a file of windtunnel profile' if len(units) == 1 else ''}, got {got}"
             )
         profile = load_machine_profile(path)
         profile.check_machine()
@@ -101,4 +104,5 @@ def _check_unit(profile: MachineProfile, unit: UnitWork, path: Path) -> None:
     ):
         if own != theirs:
             raise ValueError(f"{path}: the profile's {what} must be {own}, got {theirs}; measure anew")
+    check_profile(profile.calibration(), rows, problem.workload, problem.runtime)  # Of a model that was edited.
     profile.calibration().hardware(problem.hardware.cluster)  # refuses collectives of a cluster file that was edited

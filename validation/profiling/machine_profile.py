@@ -100,7 +100,7 @@ class MachineProfile:
             )
             for row in self.operators.rows
         )
-        own = replace(self.calibration(), operators=replace(self.operators, rows=rows))
+        own = replace(self.calibration(), operators=replace(self.operators, rows=rows), pipeline=None)
         hardware = own.hardware(problem.hardware.cluster)
         return replace(problem, hardware=hardware)
 
@@ -116,6 +116,13 @@ class MachineProfile:
                 f"the profile is from another machine ({self.machine}; this is {here}); measure this one with "
                 "windtunnel profile"
             )
+
+    def other_versions(self) -> str:
+        """Return, in words, which versions it was measured with that are not those here; nothing if none."""
+        here = versions()
+        known = [(name, own, here.get(name, own)) for name, own in self.versions.items()]
+        other = [f"{name} {own}, here {current}" for name, own, current in known if own != current]
+        return f"the profile was measured with {'; '.join(other)}: kernels may take another time" if other else ""
 
 
 def save_machine_profile(profile: MachineProfile, path: str | Path) -> None:
