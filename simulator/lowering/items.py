@@ -47,6 +47,7 @@ class Item:
         owner: Of a collective: the operator whose duration contains it on some device types; -1 if it is on none.
         held: Of a collective: the operator whose pass waits for it; -1 for none of the stage.
         holds_backward: That pass is backward.
+        made_by: Of a collective: the operator and phase whose result it is of, if the stage has just made that.
     """
 
     cause: str
@@ -63,6 +64,7 @@ class Item:
     owner: int = -1
     held: int = -1
     holds_backward: bool = False
+    made_by: Part | None = None
 
     @property
     def has_head_start(self) -> bool:
@@ -121,7 +123,14 @@ class ItemList:
         self.items.append(Item(cause=cause, parts=parts, after=self._take_pending(), operator=index))
 
     def _collective(
-        self, item: MeshCollective, index: int, owner: int = -1, held: int = -1, *, holds_backward: bool = False
+        self,
+        item: MeshCollective,
+        index: int,
+        owner: int = -1,
+        held: int = -1,
+        *,
+        holds_backward: bool = False,
+        made_by: Part | None = None,
     ) -> None:
         """Add a collective, unless the durations of its owner contain it."""
         if owner >= 0 and self.view.contains(owner, item):
@@ -140,14 +149,16 @@ class ItemList:
                     owner=owner if contained else -1,
                     held=held,
                     holds_backward=holds_backward,
+                    made_by=made_by,
                 )
             )
 
-    def _beside(self, item: MeshCollective, index: int) -> int:
+    def _beside(self, item: MeshCollective, index: int, made_by: Part | None = None) -> int:
         """Add a collective that starts after what is there and that nothing waits for yet; return its position."""
         last = self._last_chained()
         after = self._pending_after if last is None else (last, *self._pending_after)
-        self.items.append(Item(cause="tensor parallel", collective=item, chained=False, after=after, operator=index))
+        beside = Item("tensor parallel", collective=item, chained=False, after=after, operator=index, made_by=made_by)
+        self.items.append(beside)
         return len(self.items) - 1
 
     def _take_pending(self) -> tuple[int, ...]:

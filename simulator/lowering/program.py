@@ -109,7 +109,7 @@ class ProgramBuilder(ParameterGathers):
         for phase, item, owner, position in view.input_collectives(index):
             if phase == FORWARD and item.collective in REDUCTIONS:
                 self.items = []
-                self._collective(item, index, owner, self._held(index, position))
+                self._forward_collective(item, index, owner, position)
                 entering.setdefault(position, []).extend(self.items)
         return forward, backward, entering
 
@@ -118,11 +118,11 @@ class ProgramBuilder(ParameterGathers):
         for index in operators:
             self._start_unit(index, gathers)
             for item, owner, position in self._forward_collectives(index, inside):
-                self._collective(item, index, owner, self._held(index, position))
+                self._forward_collective(item, index, owner, position)
             self._compute(cause, index, (FORWARD if inside is None else RECOMPUTED,))
             for phase, item in self._cost(index).internal:
                 if phase == FORWARD:
-                    self._collective(item, index, index)
+                    self._collective(item, index, index, made_by=(index, FORWARD))
 
     def _gradients(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         """Add the backward pass of an operator with its collectives."""
@@ -143,7 +143,7 @@ class ProgramBuilder(ParameterGathers):
         gathered = tuple(self._beside(item, index) for _, item in gathers)
         self._compute(cause, index, (BACKWARD_INPUT,))
         self._pending_after = gathered
-        reduced = tuple(self._beside(item, index) for item, _ in beside)
+        reduced = tuple(self._beside(item, index, (index, BACKWARD_INPUT)) for item, _ in beside)
         self._compute(cause, index, (BACKWARD_WEIGHT,))
         self._pending_after = reduced
         self._backward_collectives(index, without=beside)
@@ -196,16 +196,24 @@ class ProgramBuilder(ParameterGathers):
             return -1
         return maker if backward else index
 
+    def _forward_collective(self, item: MeshCollective, index: int, owner: int, position: int) -> None:
+        """Add a collective at an input, of what the stage has just made, if it has."""
+        workload = self.view.costs.problem.workload
+        maker = workload.producer.get(workload.operators[index].inputs[position], -1)
+        made_by = (maker, FORWARD) if maker in self.view.shardings else None
+        self._collective(item, index, owner, self._held(index, position), made_by=made_by)
+
     def _backward_collectives(self, index: int, without: Sequence[tuple[MeshCollective, int]] = ()) -> None:
-        view = self.view
+        view, made_by = self.view, (index, BACKWARD_INPUT)
         cost = self._cost(index)
         for phase, item in cost.internal:
             if phase == BACKWARD_INPUT:
-                self._collective(item, index, index)
+                self._collective(item, index, index, made_by=made_by)
         for phase, item, owner, position in view.input_collectives(index):
             done = (item, position) in without
             if phase == BACKWARD_INPUT and not done:
-                self._collective(item, index, owner, self._held(index, position, backward=True), holds_backward=True)
+                held = self._held(index, position, backward=True)
+                self._collective(item, index, owner, held, holds_backward=True, made_by=made_by)
 
     def output_settled(self, tensor: str) -> list[Item]:
         """Return what makes a tensor whole that leaves the stage and that nothing in it reads."""
@@ -224,7 +232,7 @@ class ProgramBuilder(ParameterGathers):
         if PARTIAL in have and not reduced_here:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
-                self._collective(item, producer, producer)
+                self._collective(item, producer, producer, made_by=(producer, FORWARD))
 
     # Reductions of gradients within the backward pass.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,20 @@ from experiments.calibrate.inferred_parts import corrected, parts_of
 from hardware_models.calibration.fit_handover import remainders
 from hardware_models.runtime_files import load_runtime
 from simulator.closed_forms.estimate import estimate
+from simulator.costs import CostTables
 from simulator.fast.estimate import FastEstimator
 from simulator.fidelity import Fidelity
+from simulator.lowering.lower import stage_views
 from simulator.plan import Plan
 from simulator.problem import Problem
 from simulator.simulate import simulate_time_s
 from simulator.uniform import uniform_plan
 from tests.hardware_models.data_folder import data_folder
 from tests.simulator.problems import small_problem
+from workloads.registry import build_workload
 
 HANDOVER_S = 1e-3
+"""Longer than any operator of the small GPT takes."""
 NO_HOST = Fidelity().without("host", "overlap-slowdown")
 LAYERS, PER_LAYER = 4, 4
 """Layers of the small GPT; reductions of a layer: two forward and two backward."""
@@ -27,9 +32,10 @@ EMBEDDING, HEAD = 1, 3 + 1
 """All-reduces of the vocabulary: of look-ups; of the loss (maximum, sum, own logit), of the head's input gradient."""
 
 
-def problem_with(handover_s: float, runtime: str = "megatron-lm-2021", **changes: object) -> Problem:
+def problem_with(handover_s: float, runtime: str = "megatron-lm-2021", layers: int = LAYERS, **changes: Any) -> Problem:
     problem = small_problem("gpt", runtime=runtime, cluster="a100-80g-dgx:1x8")
-    return replace(problem, runtime=replace(problem.runtime, handover_s=handover_s, **changes))
+    workload = build_workload("gpt3-350m", overrides={"layers": layers})
+    return replace(problem, workload=workload, runtime=replace(problem.runtime, handover_s=handover_s, **changes))
 
 
 def seconds(plan: Plan, problem: Problem, fidelity: Fidelity = NO_HOST) -> float:
@@ -51,6 +57,25 @@ def test_what_is_computed_again_hands_over_again() -> None:
     plain, again = (uniform_plan(problem, tp=8, microbatch=2, recompute=recompute) for recompute in ("none", "full"))
     added_s = [seconds(plan, problem) - seconds(plan, problem_with(0.0)) for plan in (plain, again)]
     assert added_s[1] - added_s[0] == pytest.approx(again.num_microbatches * LAYERS * 2 * HANDOVER_S, rel=1e-9)
+
+
+def test_a_gather_waits_no_longer_than_the_operator_takes_whose_result_travels() -> None:
+    """Under sequence parallelism a norm's is gathered, and the gradient of an addition: ranks have met just before.
+
+    Reductions follow products, and what linear layers gather again backward was made long ago: these wait in full.
+    """
+    added_s = []
+    for layers in (4, 6):
+        problem, without = (problem_with(handover_s, layers=layers) for handover_s in (HANDOVER_S, 0.0))
+        plan = uniform_plan(problem, tp=8, microbatch=4, sequence_parallel=True)
+        added_s.append((seconds(plan, problem) - seconds(plan, without)) / plan.num_microbatches)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    costs = {problem.workload.operators[index].role: view.cost(index) for index in view.operators}
+    gathered = [costs[role].forward for role in ("norm_1", "norm_2")]
+    gathered += [costs[role].backward_input for role in ("post_mlp_dropout", "post_attention_dropout")]
+    assert max(part.device_s for part in gathered) < HANDOVER_S / 10
+    layer_s = sum(part.device_s for part in gathered) + (4 + 2) * HANDOVER_S
+    assert added_s[1] - added_s[0] == pytest.approx(2 * layer_s, rel=1e-6)
 
 
 def test_gradients_of_replicas_and_single_gpus_hand_nothing_over() -> None:

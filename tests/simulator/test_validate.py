@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Change, str]] = {
         "multiply to the stage's 2 devices, got 3 = 3",
     ),
     "counts": (lambda p: _stage(p, 0, shardings=((5, (Axis("batch", 2),)),)), "add up to the stage's 27 operators, got 5"),  # noqa: E501
-    "split": (lambda p: _stage(p, 0, shardings=((27, (Axis("diagonal", 2),)),)), "no split 'diagonal'; use one of"),
+    "split": (lambda p: _stage(p, 0, shardings=((27, (Axis("diagonal", 2),)),)), "no split 'diagonal'; known: tensor"),
     "zero": (lambda p: _stage(p, 0, shardings=((27, (Axis("tensor", 2, 3),)),)), "zero goes with batch only"),
     "segment": (lambda p: _stage(p, 0, recompute=((26, 31),)), r"stages\.0\.recompute: a segment must lie inside"),
     "segments": (lambda p: _stage(p, 0, recompute=((1, 9), (5, 12))), "segments must not overlap"),
