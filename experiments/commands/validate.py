@@ -21,7 +21,9 @@ def require_torch() -> None:
         ValueError: If torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("executing plans needs torch; install it with: pip install 'windtunnel[validation]', in a clone with: make setup")
+        raise ValueError(
+            "executing plans needs torch; install it with: pip install 'windtunnel[validation]', in a clone with: make setup"
+        )
 
 
 def check_device(device: str) -> None:
