@@ -22,7 +22,7 @@ def require_torch() -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise ValueError(
-            "executing plans needs torch; install it with: pip install 'windtunnel[validation]', in a clone with: make setup"
+            "executing plans needs torch; install it: pip install 'windtunnel[validation]' (in a clone: make setup)"
         )
 
 
