@@ -174,8 +174,9 @@ class Calibration:
         if self.pipeline is not None and (self.pipeline.operator_factor != 1 or self.pipeline.pass_overhead_s):
             of_pipelines = (
                 "the profile's constants of pipelines (operators take "
-                f"{self.pipeline.operator_factor:.3g} times as long there) are left out: they are of the machine under "
-                "load, and windtunnel validate alone has them",
+                f"{self.pipeline.operator_factor:.3g} times as long there, a pass "
+                f"{1e3 * self.pipeline.pass_overhead_s:.3g} ms more) are left out: they are of the machine under load, "
+                "and windtunnel validate alone has them",
             )
         return of_pipelines + tuple(
             f"{', '.join(parts)} of the calibration are left out: they are of {', '.join(of)}, not of "

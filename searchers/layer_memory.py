@@ -159,16 +159,20 @@ class LayerWalk:
         outside[self.core[0]] += sum(outside[index] for index in range(self.core[0] + 1, self.core[1]))
         held = again_held = again = 0.0
         peaks, again_peaks = {}, {}
+        made_again: dict[str, float] = {}
+        saved_by: dict[int, dict[str, float]] = {}
+        for name, (size, saver) in self.kept.items():
+            saved_by.setdefault(saver, {})[name] = size
         for index in self.operators:
             held, again = held + plain[index], again + inside[index]
+            made_again.update(saved_by.get(index, {}))
             peaks[index] = held + needed[index]
             if not self._in_core(index):
                 again_held += outside[index]
                 again_peaks[index] = again_held + needed[index]
                 continue
             again_held += outside[index] if index == self.core[0] else 0.0
-            saved_here = {name: size for name, (size, saver) in self.kept.items() if saver <= index}
-            again_peaks[index] = again_held + again + needed[index] + held_ends_bytes(ends, index, saved_here)
+            again_peaks[index] = again_held + again + needed[index] + held_ends_bytes(ends, index, made_again)
             if any(end.maker == index for end in ends):
                 again_peaks[index] += self.cost[index].given_back_bytes
         tied = [i for i in self.operators if any(p.tie is not None for p in self.workload.parameters(i))]

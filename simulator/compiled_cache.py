@@ -105,20 +105,20 @@ class _Watch:
     """A clock that stands still while this process compiles, waits for another that does, or loads what one did."""
 
     def __init__(self) -> None:
-        self._stood_s = 0.0
-        self._since_s: float | None = None
+        # How long it has stood, and since when it stands; in one, as other threads read it.
+        self._state: tuple[float, float | None] = (0.0, None)
 
     def stop(self) -> None:
-        self._since_s = time.perf_counter()
+        self._state = self._state[0], time.perf_counter()
 
     def go_on(self) -> None:
-        assert self._since_s is not None, "it stands"
-        self._stood_s += time.perf_counter() - self._since_s
-        self._since_s = None
+        stood_s, since_s = self._state
+        if since_s is not None:
+            self._state = stood_s + time.perf_counter() - since_s, None
 
     def moment_s(self) -> float:
-        since_s = self._since_s
-        return (time.perf_counter() if since_s is None else since_s) - self._stood_s
+        stood_s, since_s = self._state
+        return (time.perf_counter() if since_s is None else since_s) - stood_s
 
 
 _watch = _Watch()
@@ -149,14 +149,14 @@ def _compiled_by_one(function: Any) -> Any:
         with global_compiler_lock:  # First: a thread that has it waits for no turn of another thread.
             if _in_turn:
                 return compile_or_load(signature)
-            _in_turn.append(function)
-            _watch.stop()
             try:
+                _in_turn.append(function)
+                _watch.stop()
                 with _turn(Path(f"{_kept_as(function)}.lock")):
                     return compile_or_load(signature)
             finally:
-                _watch.go_on()
                 _in_turn.clear()
+                _watch.go_on()
 
     function.compile = compile_in_turn
     return function

@@ -29,11 +29,12 @@ def _rows_of_nothing(problem: Problem) -> Iterator[str]:
     profile, workload = problem.hardware.operator_profile, problem.workload
     if profile is None or profile.dtype != problem.runtime.implementation.dtype:
         return
+    measured = set(profile.roles)
     known = {op.role for op in workload.operators}.union(workload.profile_roles)
     lacking = [
         op.role
         for op, role in zip(workload.operators, workload.profile_roles, strict=True)
-        if not {op.role, role} & set(profile.roles)
+        if not {op.role, role} & measured
     ]
     strange = [role for role in dict.fromkeys(profile.roles) if role not in known]
     if strange and lacking:

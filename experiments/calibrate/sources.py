@@ -238,7 +238,7 @@ def machine(file: Path, *, preset: str | None) -> Outcome:
     """
     profile = load_calibration(file)
     if not profile.machine:
-        raise DataFileError(file, f"must be what windtunnel profile wrote of a machine, got one {profile.source}")
+        raise DataFileError(file, f"must name its machine, as windtunnel profile does; got none ({profile.source})")
     fits, points = _operator_fits(profile.operators) if profile.operators is not None else ([], [])
     parts = None
     if profile.collectives is not None:

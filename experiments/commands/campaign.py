@@ -211,8 +211,10 @@ def show_plans(
     """Print what would run: every plan with its predicted time, and whether it is said to fit.
 
     Args:
-        campaign, work, seconds, rounds, as_json: What there is, how long it takes, and how to print it.
+        campaign, work: What would run.
+        seconds, rounds: How long that takes, and how often.
         given: By unit, a profile to predict with; None for modelled hardware.
+        as_json: Print JSON, for scripts.
     """
     from simulator.simulate import simulate
     from validation.campaigns.run import missing_devices
@@ -236,6 +238,7 @@ def show_plans(
                 "campaign": campaign.name,
                 "rounds": rounds,
                 "estimated_s": seconds,
+                "predicted_by": "modelled hardware" if given is None else "profile",
                 "runs": [dict(zip(keys, row, strict=True)) for row in rows],
             }
         )

@@ -158,7 +158,7 @@ def predict(
         others = {"refused": refused, "columns_not_read": list(ignored)}
         print_json({"report": _report_mapping(report), "runs": found, **others})
     else:
-        _print(report, outcomes, features, before)
+        _print(report, every, outcomes, features, before)
     if told:
         messages().print(told, markup=False, soft_wrap=True)
     if ignored:
@@ -315,16 +315,22 @@ def _print_errors(
 
 
 def _print(
-    report: GroupReport, outcomes: Sequence[Outcome], features: Sequence[str], before: Mapping[str, float]
+    report: GroupReport,
+    every: Sequence[Outcome],
+    outcomes: Sequence[Outcome],
+    features: Sequence[str],
+    before: Mapping[str, float],
 ) -> None:
-    shown = list(outcomes)
+    """Print predictions of every run, and the errors of those that are reported."""
+    reported = {each.case.row_id for each in outcomes}
+    shown = list(every)
     if len(shown) > MOST_ROWS:
-        off = [each.memory_error if report.time is None else each.time_error for each in outcomes]
-        order = sorted(range(len(outcomes)), key=lambda place: -abs(off[place] or 0.0))
-        shown = [outcomes[place] for place in order[:FURTHEST]]
+        off = [each.memory_error if report.time is None else each.time_error for each in every]
+        order = sorted(range(len(every)), key=lambda place: -abs(off[place] or 0.0))
+        shown = [every[place] for place in order[:FURTHEST]]
         measured = report.time is not None or report.memory is not None
         which = "that are furthest off" if measured else "at the top; --output has all"
-        messages().print(f"the {len(shown)} of {counted(len(outcomes), 'run')} {which}")
+        messages().print(f"the {len(shown)} of {counted(len(every), 'run')} {which}")
     columns = [("run", "left"), ("predicted s", "right"), ("peak GiB", "right"), ("fits", "left")]
     if report.time is not None:
         columns += [("measured s", "right"), ("error", "right")]
@@ -335,7 +341,8 @@ def _print(
         asked = each.case.measured.out_of_memory
         wrong = asked is not None and asked != each.out_of_memory
         fits = ("no" if each.out_of_memory else "yes") + (" (wrong)" if wrong else "")
-        row = [each.case.row_id, f"{each.iteration_time_s:.4g}", f"{each.peak_bytes / 2**30:.1f}", fits]
+        name = each.case.row_id if each.case.row_id in reported else f"{each.case.row_id} (fitted to)"
+        row = [name, f"{each.iteration_time_s:.4g}", f"{each.peak_bytes / 2**30:.1f}", fits]
         if report.time is not None:
             seconds, error = each.case.measured.iteration_time_s, each.time_error
             row += [f"{seconds:.4g}" if seconds else "", f"{100 * error:+.1f} %" if error is not None else ""]

@@ -119,7 +119,7 @@ def memory_rules(runtime: Runtime) -> MemoryRules:
 
 
 def compile_ahead(problem: Problem) -> None:
-    """Compile the estimate where this machine has not yet, lest a search's seconds go by with it (up to a minute)."""
+    """Compile the estimate where this machine has not yet, before a search begins (up to a minute)."""
     if not (is_cached(estimate_times) and is_cached(estimate_peaks)):
         with suppress(ValueError):  # No array form, so nothing to compile for.
             FastEstimator(problem).estimate(uniform_plan(problem))

@@ -11,10 +11,10 @@ from simulator.segments import Segment
 def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) -> float:
     """Return the seconds of a collective (``Runtime.handover_s``); 0 for what is no collective of operators.
 
-    A host that runs ahead has launched long since what comes behind: the device waits for its likes alone. For a gather
-    no longer than the operator takes whose result travels: ranks that have met part by no more than what they have done
-    since, and between the reduction of sequence parallelism and the gather there are an addition and a norm. (Before a
-    reduction there are products.)
+    A host that runs ahead has launched long since what comes behind: the device waits for its likes alone. Ranks that
+    have met part by no more than what they have done since, and between a reduction of sequence parallelism and the
+    gather behind it there are an addition and a norm, without a product: what is gathered of shards of the sequence
+    waits no longer than the operator takes that has just made them. (What is computed again is bound as at first.)
 
     One that never does launches it meanwhile: the operator that waits takes the longer of its kernels and its host
     time, and its kernels begin so much later. Measured apart, it has waited in its own time, and so has one whose time
@@ -28,8 +28,7 @@ def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) 
     """
     problem = view.costs.problem
     idle_s = problem.runtime.handover_s if fidelity.handover and item.hands_over else 0.0
-    gathers = item.collective is not None and item.collective.collective == "all_gather"
-    if idle_s and gathers and item.made_by is not None and problem.runtime.host_runs_ahead:
+    if idle_s and item.made_by is not None and problem.runtime.host_runs_ahead:
         index, phase = item.made_by
         parts: list[Segment] = [getattr(view.cost_on(index + shift, gpu_type), phase) for gpu_type in view.gpu_types]
         return min(idle_s, max(part.device_s for part in parts))

@@ -47,7 +47,7 @@ class Item:
         owner: Of a collective: the operator whose duration contains it on some device types; -1 if it is on none.
         held: Of a collective: the operator whose pass waits for it; -1 for none of the stage.
         holds_backward: That pass is backward.
-        made_by: Of a collective: the operator and phase whose result it is of, if the stage has just made that.
+        made_by: Of a gather of shards of the sequence: the operator and phase that has just made them.
     """
 
     cause: str
@@ -153,12 +153,11 @@ class ItemList:
                 )
             )
 
-    def _beside(self, item: MeshCollective, index: int, made_by: Part | None = None) -> int:
+    def _beside(self, item: MeshCollective, index: int) -> int:
         """Add a collective that starts after what is there and that nothing waits for yet; return its position."""
         last = self._last_chained()
         after = self._pending_after if last is None else (last, *self._pending_after)
-        beside = Item("tensor parallel", collective=item, chained=False, after=after, operator=index, made_by=made_by)
-        self.items.append(beside)
+        self.items.append(Item(cause="tensor parallel", collective=item, chained=False, after=after, operator=index))
         return len(self.items) - 1
 
     def _take_pending(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from simulator.lowering.copies import GRADIENT_COPY
+from simulator.lowering.crossing import is_sequence_parallel
 from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.parameter_gathers import ParameterGathers
@@ -122,7 +123,7 @@ class ProgramBuilder(ParameterGathers):
             self._compute(cause, index, (FORWARD if inside is None else RECOMPUTED,))
             for phase, item in self._cost(index).internal:
                 if phase == FORWARD:
-                    self._collective(item, index, index, made_by=(index, FORWARD))
+                    self._collective(item, index, index)
 
     def _gradients(self, cause: str, index: int, phases: tuple[str, ...]) -> None:
         """Add the backward pass of an operator with its collectives."""
@@ -143,7 +144,7 @@ class ProgramBuilder(ParameterGathers):
         gathered = tuple(self._beside(item, index) for _, item in gathers)
         self._compute(cause, index, (BACKWARD_INPUT,))
         self._pending_after = gathered
-        reduced = tuple(self._beside(item, index, (index, BACKWARD_INPUT)) for item, _ in beside)
+        reduced = tuple(self._beside(item, index) for item, _ in beside)
         self._compute(cause, index, (BACKWARD_WEIGHT,))
         self._pending_after = reduced
         self._backward_collectives(index, without=beside)
@@ -197,22 +198,28 @@ class ProgramBuilder(ParameterGathers):
         return maker if backward else index
 
     def _forward_collective(self, item: MeshCollective, index: int, owner: int, position: int) -> None:
-        """Add a collective at an input, of what the stage has just made, if it has."""
+        """Add a collective at an input."""
         workload = self.view.costs.problem.workload
         maker = workload.producer.get(workload.operators[index].inputs[position], -1)
-        made_by = (maker, FORWARD) if maker in self.view.shardings else None
+        made_by = (maker, FORWARD) if maker == index - 1 and self._gathers_shards(item, maker) else None
         self._collective(item, index, owner, self._held(index, position), made_by=made_by)
 
+    def _gathers_shards(self, item: MeshCollective, maker: int) -> bool:
+        """Return whether it gathers shards of the sequence, on which an operator of the stage works."""
+        shardings = self.view.shardings
+        return item.collective == "all_gather" and maker in shardings and is_sequence_parallel(shardings[maker])
+
     def _backward_collectives(self, index: int, without: Sequence[tuple[MeshCollective, int]] = ()) -> None:
-        view, made_by = self.view, (index, BACKWARD_INPUT)
+        view = self.view
         cost = self._cost(index)
         for phase, item in cost.internal:
             if phase == BACKWARD_INPUT:
-                self._collective(item, index, index, made_by=made_by)
+                self._collective(item, index, index)
         for phase, item, owner, position in view.input_collectives(index):
             done = (item, position) in without
             if phase == BACKWARD_INPUT and not done:
                 held = self._held(index, position, backward=True)
+                made_by = (index, BACKWARD_INPUT) if self._gathers_shards(item, index) else None
                 self._collective(item, index, owner, held, holds_backward=True, made_by=made_by)
 
     def output_settled(self, tensor: str) -> list[Item]:
@@ -232,7 +239,7 @@ class ProgramBuilder(ParameterGathers):
         if PARTIAL in have and not reduced_here:
             sizes = mesh_sizes(view.shardings[producer])
             for item in reshard(sizes, have, sizes, settled(have), cost.output_bytes[number]):
-                self._collective(item, producer, producer, made_by=(producer, FORWARD))
+                self._collective(item, producer, producer)
 
     # Reductions of gradients within the backward pass.
 

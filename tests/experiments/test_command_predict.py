@@ -301,6 +301,8 @@ def test_runs_that_a_profile_was_fitted_to_are_no_evidence_for_it(
     assert code == 0 and "2 runs that it was fitted to are left out of the errors" in err
     assert [each["profile_fitted_to_it"] for each in found["runs"]] == [True, True, False]
     assert found["report"]["num_timed"] == 1
+    out = run(capsys, "predict", runs, *ON, "--profile", profile)[1]
+    assert out.count("(fitted to)") == 2 and "1 measured run:" in out
     assert found["report"]["mean_absolute_error"] == pytest.approx(abs(found["runs"][2]["time_error"]))
     code, out, err = run(capsys, "predict", some, *ON, "--profile", profile)
     assert code == 0 and "was fitted to these runs" in err and "2 measured runs" in out

@@ -228,6 +228,21 @@ def test_what_ends_in_time_is_not_late_and_no_budget_is_too_long(monkeypatch: py
     assert not told
 
 
+def test_nothing_is_late_while_the_clock_of_searches_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does while something compiles; the thread looks again, and tells once that is over."""
+    monkeypatch.setattr(late, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(late, "LOOK_AGAIN_S", 0.01)
+    now_s = 5.0
+    monkeypatch.setattr(late, "moment_s", lambda: now_s)
+    told: list[str] = []
+    with late.told_when_late(Budget(seconds=0.05), lambda: told.append("late")):
+        time.sleep(0.5)
+        assert not told
+        now_s = 6.0
+        time.sleep(0.5)
+    assert told == ["late"]
+
+
 def test_a_searcher_that_raises_is_a_row_that_says_where(tmp_path: Path) -> None:
     text = """
 from searchers.base import CandidateSearcher

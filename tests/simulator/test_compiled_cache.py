@@ -131,6 +131,16 @@ def test_the_clock_of_a_search_stands_still_while_something_compiles(monkeypatch
     assert clock.wall_s >= before_s + 0.05
 
 
+def test_it_goes_on_when_compiling_fails() -> None:
+    called = compiled_cache.compiled(lambda number: number.nothing)
+    clock = Budget(seconds=60).start()
+    with pytest.raises(numba.TypingError):
+        called(1)
+    before_s = clock.wall_s
+    time.sleep(0.05)
+    assert clock.wall_s >= before_s + 0.05 and not compiled_cache._in_turn
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="nobody waits on Windows")
 def test_one_has_a_turn_at_a_time(tmp_path: Path) -> None:
     done = []
