@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.lowering.crossing import is_sequence_parallel
+from simulator.lowering.crossing import gathers_shards, is_sequence_parallel
 from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.plan import Sharding, resolve
@@ -115,9 +116,15 @@ def _collective_seconds(
     workload = costs.problem.workload
     cost = costs.operator(index, resolved[index], samples, gpu_type)
     moves = input_collectives(costs, index, resolved.__getitem__, samples, gpu_type)
-    for phase, item, owner, _ in moves:
+    for phase, item, owner, position in moves:
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
-            totals[phase != FORWARD] += _group_s(costs, item, gpu_type)
+            maker, made = index, cost.backward_input
+            if phase == FORWARD:
+                maker = workload.producer.get(workload.operators[index].inputs[position], -1)
+                made = costs.operator(maker, resolved[maker], samples, gpu_type).forward
+            just_made = maker >= index - 1 and gathers_shards(item, resolved[maker])
+            bound_s = made.device_s if just_made and costs.problem.runtime.host_runs_ahead else inf
+            totals[phase != FORWARD] += _group_s(costs, item, gpu_type, bound_s)
     for position, item in gathered_inputs(cost, moves):
         maker = workload.producer[workload.operators[index].inputs[position]]
         if gathers_again(costs, moves, position, in_shards=is_sequence_parallel(resolved[maker])):
@@ -128,13 +135,13 @@ def _collective_seconds(
     return totals[0], totals[1]
 
 
-def _group_s(costs: CostTables, item: MeshCollective, gpu_type: str) -> float:
+def _group_s(costs: CostTables, item: MeshCollective, gpu_type: str, bound_s: float = inf) -> float:
     """Return seconds on the first group of a mesh, where it takes longest of the nodes that it may begin on.
 
-    What the device stands still around it is in them.
+    What the device stands still around it is in them, up to a bound (``lowering.handover``).
     """
     members, hardware = groups(item.sizes, item.axes)[0], costs.problem.hardware
-    return costs.problem.runtime.handover_s + max(
+    return min(costs.problem.runtime.handover_s, bound_s) + max(
         hardware.collective(item.collective, item.num_bytes, [start + member for member in members]).alone_s
         for start in hardware.cluster.unlike_starts(max(members) + 1, gpu_type)
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from simulator.lowering.mesh import MeshSizes, mesh_sizes
+from simulator.lowering.mesh import MeshCollective, MeshSizes, mesh_sizes
 from simulator.operator_cost import OperatorCost
 from simulator.plan import Sharding
 from workloads.placements import REPLICATE, Placement, Shard
@@ -50,6 +50,11 @@ class Crossing:
 def is_sequence_parallel(sharding: Sharding) -> bool:
     """Return whether an operator works on shards of the sequence."""
     return any(axis.split == "sequence" for axis in sharding)
+
+
+def gathers_shards(item: MeshCollective, maker: Sharding | None) -> bool:
+    """Return whether a collective gathers shards of the sequence that an operator, so sharded, has just made."""
+    return item.collective == "all_gather" and maker is not None and is_sequence_parallel(maker)
 
 
 def made_in_shards(sharding: Sharding, made: Sequence[Placement]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from simulator.lowering.copies import GRADIENT_COPY
-from simulator.lowering.crossing import is_sequence_parallel
+from simulator.lowering.crossing import gathers_shards
 from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.parameter_gathers import ParameterGathers
@@ -201,13 +201,9 @@ class ProgramBuilder(ParameterGathers):
         """Add a collective at an input."""
         workload = self.view.costs.problem.workload
         maker = workload.producer.get(workload.operators[index].inputs[position], -1)
-        made_by = (maker, FORWARD) if maker == index - 1 and self._gathers_shards(item, maker) else None
+        just_made = maker == index - 1 and gathers_shards(item, self.view.shardings.get(maker))
+        made_by = (maker, FORWARD) if just_made else None
         self._collective(item, index, owner, self._held(index, position), made_by=made_by)
-
-    def _gathers_shards(self, item: MeshCollective, maker: int) -> bool:
-        """Return whether it gathers shards of the sequence, on which an operator of the stage works."""
-        shardings = self.view.shardings
-        return item.collective == "all_gather" and maker in shardings and is_sequence_parallel(shardings[maker])
 
     def _backward_collectives(self, index: int, without: Sequence[tuple[MeshCollective, int]] = ()) -> None:
         view = self.view
@@ -219,7 +215,7 @@ class ProgramBuilder(ParameterGathers):
             done = (item, position) in without
             if phase == BACKWARD_INPUT and not done:
                 held = self._held(index, position, backward=True)
-                made_by = (index, BACKWARD_INPUT) if self._gathers_shards(item, index) else None
+                made_by = (index, BACKWARD_INPUT) if gathers_shards(item, view.shardings[index]) else None
                 self._collective(item, index, owner, held, holds_backward=True, made_by=made_by)
 
     def output_settled(self, tensor: str) -> list[Item]:
