@@ -120,7 +120,7 @@ def _collective_seconds(
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
             maker, made = index, cost.backward_input
             if phase == FORWARD:
-                maker = workload.producer.get(workload.operators[index].inputs[position], -1)
+                maker = workload.producer[workload.operators[index].inputs[position]]
                 made = costs.operator(maker, resolved[maker], samples, gpu_type).forward
             just_made = maker >= index - 1 and gathers_shards(item, resolved[maker])
             bound_s = made.device_s if just_made and costs.problem.runtime.host_runs_ahead else inf
