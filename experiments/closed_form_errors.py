@@ -3,7 +3,7 @@
 Models, clusters, runtimes, degrees, ZeRO levels, schedules and how gradients are reduced are drawn with equal odds, but
 for those that stand twice in a list; what is not legal is drawn again. Nothing is fitted on these plans.
 
-Run: ``python -m experiments.closed_form_errors --plans 1500 --seed 41 [--of memory]`` (three minutes)
+Run: ``python -m experiments.closed_form_errors --plans 1500 --seed 41 [--of memory]`` (minutes)
 """
 
 from __future__ import annotations
