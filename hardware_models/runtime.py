@@ -116,8 +116,8 @@ class Runtime:
         handover_s: How long a device stands still around a collective between operators, beyond what that takes alone:
             its computation hands over to the communicator's stream and is handed back, and the slowest rank is waited
             for. A host that is behind launches meanwhile; else gathers of shards of the sequence wait no longer than
-            the operator took that has just made them. Not for gathers and reductions of data parallelism, nor for
-            transfers.
+            the operator took that has just made them. Not for what travels beside computation, gathers and reductions
+            of data parallelism, nor transfers.
         prefetches_gathers: Parameters of the next layer are gathered while this one computes; else
             each gather holds up its layer.
         keeps_stage_outputs: What a pipeline stage sends is held until its backward pass.

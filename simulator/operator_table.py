@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.lowering.crossing import gathers_shards, is_sequence_parallel
-from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives
+from simulator.lowering.edges import gathered_inputs, gathers_again, input_collectives, reduced_beside
 from simulator.lowering.mesh import MeshCollective, groups
 from simulator.plan import Sharding, resolve
 from simulator.saved import saved_tensors
@@ -116,6 +116,7 @@ def _collective_seconds(
     workload = costs.problem.workload
     cost = costs.operator(index, resolved[index], samples, gpu_type)
     moves = input_collectives(costs, index, resolved.__getitem__, samples, gpu_type)
+    beside = [] if cost.includes_collectives else reduced_beside(costs, cost, index, moves)
     for phase, item, owner, position in moves:
         if not costs.operator(owner, resolved[owner], samples, gpu_type).contains(item):
             maker, made = index, cost.backward_input
@@ -124,11 +125,13 @@ def _collective_seconds(
                 made = costs.operator(maker, resolved[maker], samples, gpu_type).forward
             just_made = maker >= index - 1 and gathers_shards(item, resolved[maker])
             bound_s = made.device_s if just_made and costs.problem.runtime.host_runs_ahead else inf
+            if phase != FORWARD and (item, position) in beside:
+                bound_s = 0.0
             totals[phase != FORWARD] += _group_s(costs, item, gpu_type, bound_s)
     for position, item in gathered_inputs(cost, moves):
         maker = workload.producer[workload.operators[index].inputs[position]]
         if gathers_again(costs, moves, position, in_shards=is_sequence_parallel(resolved[maker])):
-            totals[1] += _group_s(costs, item, gpu_type)
+            totals[1] += _group_s(costs, item, gpu_type, 0.0 if beside else inf)
     for phase, item in cost.internal:
         if not cost.contains(item):
             totals[phase != FORWARD] += _group_s(costs, item, gpu_type)
@@ -138,7 +141,8 @@ def _collective_seconds(
 def _group_s(costs: CostTables, item: MeshCollective, gpu_type: str, bound_s: float = inf) -> float:
     """Return seconds on the first group of a mesh, where it takes longest of the nodes that it may begin on.
 
-    What the device stands still around it is in them, up to a bound (``lowering.handover``).
+    What the device stands still around it is in them, up to a bound (``lowering.handover``): nothing for what travels
+    beside gradients.
     """
     members, hardware = groups(item.sizes, item.axes)[0], costs.problem.hardware
     return min(costs.problem.runtime.handover_s, bound_s) + max(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hardware_models.links import GATHERS
 from simulator.lowering.crossing import SEQUENCE, Crossing, made_in_shards
-from simulator.lowering.mesh import MeshCollective, MeshSizes, batch_degree, mesh_sizes, reshard
+from simulator.lowering.mesh import REDUCTIONS, MeshCollective, MeshSizes, batch_degree, mesh_sizes, reshard
 from simulator.plan import Sharding
 from workloads.kinds.base import BACKWARD_INPUT, FORWARD
 from workloads.placements import PARTIAL, Placement
@@ -118,6 +118,22 @@ def gathers_again(costs: CostTables, moves: Moves, position: int, *, in_shards: 
     """
     moves_batch = any(item.moves_batch for phase, item, _, place in moves if phase == FORWARD and place == position)
     return in_shards and not (costs.problem.runtime.keeps_gathered_inputs or moves_batch)
+
+
+def reduced_beside(costs: CostTables, cost: OperatorCost, index: int, moves: Moves) -> list[tuple[MeshCollective, int]]:
+    """Return reductions of input gradients that travel while an operator's weight gradients are made, by input.
+
+    Args:
+        costs: Cost tables.
+        cost: Of the operator.
+        index: The operator.
+        moves: Before it.
+    """
+    runtime = costs.problem.runtime
+    if not (runtime.overlaps_input_reductions and runtime.host_runs_ahead and cost.backward_weight.device_s):
+        return []
+    own = [(item, position) for phase, item, owner, position in moves if (phase, owner) == (BACKWARD_INPUT, index)]
+    return [(item, position) for item, position in own if item.collective in REDUCTIONS and not item.moves_batch]
 
 
 def gathers_alone(costs: CostTables, want: Sequence[Placement], *, in_shards: bool) -> bool:

@@ -9,12 +9,13 @@ from simulator.segments import Segment
 
 
 def handover_s(view: StageView, item: Item, fidelity: Fidelity, shift: int = 0) -> float:
-    """Return the seconds of a collective (``Runtime.handover_s``); 0 for what is no collective of operators.
+    """Return the seconds of a collective (``Runtime.handover_s``); 0 for what no operator stands still for.
 
     A host that runs ahead has launched long since what comes behind: the device waits for its likes alone. Ranks that
     have met part by no more than what they have done since, and between a reduction of sequence parallelism and the
     gather behind it there are an addition and a norm, without a product: what is gathered of shards of the sequence
-    waits no longer than the operator takes that has just made them. (What is computed again is bound as at first.)
+    waits no longer than the operator takes that has just made them. (What is computed again is bound as at first.) For
+    what travels beside gradients of its operator no device stands still: it has none.
 
     One that never does launches it meanwhile: the operator that waits takes the longer of its kernels and its host
     time, and its kernels begin so much later. Measured apart, it has waited in its own time, and so has one whose time

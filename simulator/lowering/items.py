@@ -74,7 +74,7 @@ class Item:
     @property
     def hands_over(self) -> bool:
         """Whether it is a collective that the computation of operators stands still for (``Runtime.handover_s``)."""
-        return self.collective is not None and self.cause in OF_OPERATORS
+        return self.collective is not None and self.chained and self.cause in OF_OPERATORS
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from simulator.lowering.copies import GRADIENT_COPY
 from simulator.lowering.crossing import gathers_shards
+from simulator.lowering.edges import reduced_beside
 from simulator.lowering.items import GRADIENTS, Item
 from simulator.lowering.mesh import REDUCTIONS, MeshCollective, mesh_sizes, reshard, settled
 from simulator.lowering.parameter_gathers import ParameterGathers
@@ -155,22 +156,16 @@ class ProgramBuilder(ParameterGathers):
         Those towards an earlier operator of the stage alone: what leaves the stage is waited for. None where weight
         gradients come later.
         """
-        view, cost = self.view, self._cost(index)
+        view = self.view
         inputs = view.costs.problem.workload.operators[index].inputs
         if (
-            not (view.costs.problem.runtime.overlaps_input_reductions and view.costs.problem.runtime.host_runs_ahead)
-            or not self.fidelity.tensor_parallel
+            not self.fidelity.tensor_parallel
             or schedule_named(view.plan.schedule).splits_backward
-            or not cost.backward_weight.device_s
             or any(view.cost_on(index, gpu_type).includes_collectives for gpu_type in view.gpu_types)
         ):
             return []
-        found = [
-            (item, position)
-            for phase, item, owner, position in view.input_collectives(index)
-            if (phase, owner) == (BACKWARD_INPUT, index) and inputs[position] not in view.arrivals
-        ]
-        return [(item, place) for item, place in found if item.collective in REDUCTIONS and not item.moves_batch]
+        found = reduced_beside(view.costs, self._cost(index), index, view.input_collectives(index))
+        return [(item, position) for item, position in found if inputs[position] not in view.arrivals]
 
     def _cost(self, index: int) -> OperatorCost:
         return self.view.cost(index)

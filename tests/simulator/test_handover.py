@@ -78,6 +78,21 @@ def test_a_gather_waits_no_longer_than_the_operator_takes_whose_result_travels()
     assert added_s[1] - added_s[0] == pytest.approx(2 * layer_s, rel=1e-6)
 
 
+def test_a_device_stands_still_for_nothing_that_travels_beside_gradients() -> None:
+    """Of a layer's six that wait in full, linear layers' two reductions and two gathers backward travel so."""
+    added_s = []
+    for layers in (4, 6):
+        problem, without = (problem_with(handover_s, "megatron-lm-2023", layers) for handover_s in (HANDOVER_S, 0.0))
+        plan = uniform_plan(problem, tp=8, microbatch=4, sequence_parallel=True)
+        added_s.append((seconds(plan, problem) - seconds(plan, without)) / plan.num_microbatches)
+    (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
+    costs = {problem.workload.operators[index].role: view.cost(index) for index in view.operators}
+    gathered = [costs[role].forward for role in ("norm_1", "norm_2")]
+    gathered += [costs[role].backward_input for role in ("post_mlp_dropout", "post_attention_dropout")]
+    layer_s = sum(part.device_s for part in gathered) + 2 * HANDOVER_S
+    assert added_s[1] - added_s[0] == pytest.approx(2 * layer_s, rel=1e-6)
+
+
 def test_gradients_of_replicas_and_single_gpus_hand_nothing_over() -> None:
     problem = problem_with(HANDOVER_S)
     for degrees in (dict(dp=8), dict(dp=8, zero=3), dict(dp=4, pp=2)):

@@ -42,7 +42,10 @@ def with_overlap(wanted: bool, **changes: object) -> Problem:
 def test_the_iteration_is_shorter_by_what_is_hidden_behind_each_linear_layer(
     sequence_parallel: bool, microbatch: int
 ) -> None:
-    """Each hides the shorter of reduction and weight gradient, and of gather and input gradient."""
+    """Each hides the shorter of reduction and weight gradient, and of gather and input gradient.
+
+    And the device stands still around neither.
+    """
     beside, apart = with_overlap(True), with_overlap(False)
     plan = uniform_plan(apart, tp=8, microbatch=microbatch, sequence_parallel=sequence_parallel)
     (view,) = stage_views(plan.canonical(apart.workload), CostTables(apart))
@@ -59,11 +62,11 @@ def test_the_iteration_is_shorter_by_what_is_hidden_behind_each_linear_layer(
             continue
         linears += 1
         (reduction,) = reductions
-        reduced_s = collective_s(view, reduction) + apart.runtime.handover_s
-        hidden[reduction.collective] += min(reduced_s, cost.backward_weight.device_s)
+        hidden_s = min(collective_s(view, reduction), cost.backward_weight.device_s)
+        hidden[reduction.collective] += apart.runtime.handover_s + hidden_s
         for _, gather in view.gathered_inputs(index):
-            gathered_s = collective_s(view, gather) + apart.runtime.handover_s
-            hidden["all_gather"] += min(gathered_s, cost.backward_input.device_s)
+            hidden_s = min(collective_s(view, gather), cost.backward_input.device_s)
+            hidden["all_gather"] += apart.runtime.handover_s + hidden_s
     assert linears == 2 * 4 + 1, "both column-parallel layers of each block, and the head"
     assert (hidden["all_gather"] > 0) == (hidden["reduce_scatter"] > 0) == sequence_parallel
     apart_s, beside_s = (simulate_time_s(plan, problem, fidelity=ALONE) for problem in (apart, beside))
