@@ -358,3 +358,16 @@ def test_queries_on_another_sequence_come_in_fours_too_for_megatrons_fused_softm
     how = Implementation(dtype="bf16", fused_softmax_longest=4096)
     local = localize(kind_named("softmax"), {"heads": 4}, [(1, 4, queries, keys)], [], how)
     assert (len(kind_named("softmax").kernels(FORWARD, local)) == 1) == fused
+
+
+@pytest.mark.parametrize(("kind", "weights", "statistics"), [("layer_norm", 2, 2), ("rms_norm", 1, 1)])
+def test_gradients_of_a_persistent_norm_take_one_pass(kind: str, weights: int, statistics: int) -> None:
+    """Input and gradient read, the gradient of the input written, and a row of fp32 sums for each of 108 blocks."""
+    tokens, hidden = 256, 64
+    shapes, size = [(SAMPLES, tokens, hidden)], 2 * SAMPLES * tokens * hidden
+    sums, kept = 4 * 108 * weights * hidden, 4 * statistics * SAMPLES * tokens
+    persistent = Implementation(dtype="bf16", persistent_norms=("layer_norm", "rms_norm"))
+    found = [moved(kind, {"hidden": hidden}, shapes, phase, persistent) for phase in PHASES]
+    assert found == [2 * size + kept, 3 * size + kept + sums, sums + 2 * weights * hidden]
+    usual = [moved(kind, {"hidden": hidden}, shapes, phase, Implementation(dtype="bf16")) for phase in PHASES]
+    assert usual[0] == found[0] and sum(usual[1:]) > 7 * size

@@ -54,6 +54,9 @@ class Implementation:
         packed_rotary: Rotated queries and keys are new tensors beside the packed one, which the values keep alive.
         fused_norm: RMS norm in one kernel that keeps its input and statistics; else several passes, and the
             normalised tensor is kept too. (Layer norm is one kernel in every framework.)
+        persistent_norms: Norms whose blocks stay for many tokens, so that gradients take one pass over input and
+            gradient, in which each block sums up its part of the weights' (Apex's FastLayerNorm, Transformer Engine);
+            others take two passes for the input's and one for the weights'.
         logits_dtype: Type in which the loss is computed.
         operators_are_calls: An operator costs the host one dispatch, whatever operations it is made of (our executor,
             whose hooks and Python go around operators); else each operation one (`Kind.num_calls`).
@@ -103,6 +106,7 @@ class Implementation:
     fused_bias_activation: bool = True
     fused_bias_dropout: bool = True
     fused_norm: bool = True
+    persistent_norms: tuple[Literal["layer_norm", "rms_norm"], ...] = ()
     fused_rotary: bool = True
     fused_gate: bool = True
     packed_rotary: bool = False

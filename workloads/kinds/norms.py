@@ -24,6 +24,10 @@ from workloads.kinds.base import (
 from workloads.kinds.registry import register
 from workloads.placements import REPLICATE, Shard
 
+NUM_BLOCKS = 108
+"""Of a persistent norm's gradients: one for each multiprocessor, an A100's here (flash-attn 2.5.8, csrc/layer_norm,
+ln_bwd_kernels.cuh, which goes back to Apex's: as many as fit at once)."""
+
 
 class _Norm(Kind):
     """What the two norms share. ``(B, S, H) -> (B, S, H)``; attribute ``hidden``."""
@@ -66,6 +70,8 @@ class _Norm(Kind):
         size = size_bytes(local, local.inputs)
         statistics = float(DTYPE_BYTES["fp32"] * self.num_statistics * prod(local.inputs[0][:-1]))
         fused = self._is_fused(local)
+        if self.name in local.implementation.persistent_norms and fused and phase != FORWARD:
+            return self._persistent(phase, size, statistics, local)
         if local.implementation.autocast and fused:
             return self._cast(phase, size, statistics, local)
         if local.implementation.elementary:
@@ -92,6 +98,16 @@ class _Norm(Kind):
             MemoryBound(2 * size + statistics, weights, "reduction"),
             MemoryBound(weights, weights, "reduction"),
         ]
+
+    @staticmethod
+    def _persistent(phase: str, size: float, statistics: float, local: Local) -> list[Kernel]:
+        """Return the gradients of one pass, and the sum over what its blocks have found for the weights."""
+        num_rows = min(NUM_BLOCKS, prod(local.inputs[0][:-1]))
+        elements = sum(prod(shape) for shape in local.parameters)
+        partial = float(DTYPE_BYTES["fp32"] * num_rows * elements)
+        if phase == BACKWARD_INPUT:
+            return [MemoryBound(2 * size + statistics, size + partial, "reduction")]
+        return [MemoryBound(partial, float(local.element_bytes * elements), "reduction")]
 
     @staticmethod
     def _cast(phase: str, size: float, statistics: float, local: Local) -> list[Kernel]:
