@@ -86,7 +86,9 @@ def rebuilding_s(costs: CostTables, gpu_type: str, num_rebuilt: int, num_microba
 
 
 def _touched_bytes(runtime: Runtime) -> float:
-    return adam_bytes(runtime) + 2 * runtime.optimizer_workspace_bytes
+    """Return the bytes per parameter that the step reads and writes: plain operations have what they work in."""
+    fused = runtime.optimizer_kernels == "fused"
+    return adam_bytes(runtime) + 2 * runtime.optimizer_workspace_bytes * fused
 
 
 def adam_bytes(runtime: Runtime) -> float:
