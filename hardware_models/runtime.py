@@ -65,6 +65,8 @@ class Runtime:
             through with it (where FSDP wraps modules, whatever it shards of them).
         reduces_ties_by_use: A weight that several layers of a stage use is reduced once for each of them, where each
             is wrapped for data parallelism on its own.
+        one_communicator: What ZeRO-3 gathers and what is reduced over the same ranks travels in turn: they have one
+            communicator (torch's process group), which has one stream. Else beside one another.
         regathers_recomputed: ZeRO-3 frees the parameters of a layer that was computed again whole, and gathers them
             once more for its gradients (checkpointing wrapped around FSDP units rather than inside them).
         reduces_ties_whole: What stages make of the gradient of a weight that they share is added up before data
@@ -226,6 +228,7 @@ class Runtime:
     joins_gathers: bool = False
     reduces_ties_by_use: bool = False
     reduces_by_unit: bool = False
+    one_communicator: bool = False
     regathers_recomputed: bool = False
     reduces_ties_whole: bool = False
     parameter_calls_above: Annotated[int, Field(ge=0)] | None = None

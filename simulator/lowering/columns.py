@@ -13,7 +13,12 @@ from simulator.lowering.tiling import Ids
 from simulator.schedules.actions import FORWARD
 from simulator.taskgraph import Csr
 
-ROLES = {"tensor": "tensor parallel", "gather": "parameter gather", "reduce": "gradient sync"}
+ROLES = {
+    "tensor": "tensor parallel",
+    "gather": "parameter gather",
+    "reduce": "gradient sync",
+    "data": "parameter gather and gradient sync",
+}
 
 
 def stream_name(key: Hashable) -> str:
@@ -23,7 +28,7 @@ def stream_name(key: Hashable) -> str:
     ('tensor parallel (mesh 2x4, axis 1)', 'send activations of stage 0 to 1')
     """
     match key:
-        case ("tensor" | "gather" | "reduce" as role, (*sizes,), (*axes,)):
+        case ("tensor" | "gather" | "reduce" | "data" as role, (*sizes,), (*axes,)):
             return f"{ROLES[role]} (mesh {'x'.join(map(str, sizes))}, axis {', '.join(map(str, axes))})"
         case ("send" | "receive" as what, ("transfer", int(first), kind, _), _):
             tensors, source, target = (

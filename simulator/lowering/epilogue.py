@@ -8,6 +8,7 @@ from typing import Any
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
 from simulator.lowering.copies import copied_groups, gradient_copy
+from simulator.lowering.items import stream_role
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.program import StageView
@@ -136,9 +137,8 @@ class EpilogueBuilder:
 
     def _collective(self, placement: StagePlacement, item: MeshCollective, cause: str, role: str) -> None:
         family = ("collective", placement.view.position, item.sizes, item.axes)
-        self._shared(
-            family, (item.collective, item.num_bytes), cause, placement.view.position, (role, item.sizes, item.axes)
-        )
+        stream = (stream_role(role, placement.view.costs.problem.runtime), item.sizes, item.axes)
+        self._shared(family, (item.collective, item.num_bytes), cause, placement.view.position, stream)
 
     def _shared(self, family: Hashable, traffic: Hashable, cause: str, stage: int, stream: Hashable) -> None:
         costs = self.placements[0].view.costs

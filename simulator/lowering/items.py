@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import prod
 
+from hardware_models.runtime import Runtime
 from simulator.fidelity import Fidelity
 from simulator.lowering.mesh import MeshCollective
 from simulator.lowering.view import StageView
@@ -28,6 +29,11 @@ OF_OPERATORS = ("tensor parallel", "resharding")
 """Causes of collectives inside and between operators."""
 
 
+def stream_role(role: str, runtime: Runtime) -> str:
+    """Return what the stream is for that carries a collective; ``data`` is both gathers and reductions."""
+    return "data" if runtime.one_communicator and role in ("gather", "reduce") else role
+
+
 @dataclass
 class Item:
     """One task of a stage's program.
@@ -36,7 +42,7 @@ class Item:
         cause: What its time is spent on.
         parts: Operator phases computed (or copies), in order; empty for collectives.
         collective: What is communicated; None for computation.
-        role: Stream of a collective: ``tensor``, ``gather`` or ``reduce``.
+        role: What a collective is for: ``tensor``, ``gather`` or ``reduce``; each has a stream (`stream_role`).
         chained: The next chained item waits for it.
         after: Positions of further items that must have ended.
         early: Without such it was begun before the pass (``has_head_start``).

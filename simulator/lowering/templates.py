@@ -9,7 +9,7 @@ from typing import NamedTuple
 from simulator.fidelity import Fidelity
 from simulator.lowering.channels import ChannelTable
 from simulator.lowering.handover import handover_s
-from simulator.lowering.items import Item, Program
+from simulator.lowering.items import Item, Program, stream_role
 from simulator.lowering.placement import StagePlacement
 from simulator.lowering.rows import Send, Template
 from simulator.lowering.symmetry import Channel
@@ -218,6 +218,7 @@ class TemplateBuilder:
         tasks = []
         view, costs = self.placement.view, self.placement.view.costs
         owner = item.owner + view.operators[0] - first if item.owner >= 0 else -1
+        stream = stream_role(item.role, costs.problem.runtime)
         family = ("collective", self.placement.view.position, collective.sizes, collective.axes)
         for channel_class, channel in self.channels.classes(family):
             members = self.channels.representatives(channel)
@@ -257,7 +258,7 @@ class TemplateBuilder:
                     host_s=launch,
                     shares=shares,
                     predecessors=before,
-                    streams=[(c, (item.role, collective.sizes, collective.axes)) for c in members],
+                    streams=[(c, (stream, collective.sizes, collective.axes)) for c in members],
                     hosts=members,
                 )
             )

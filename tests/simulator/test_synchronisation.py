@@ -135,3 +135,23 @@ def test_deepspeed_all_reduces_under_zero_1_and_reduces_to_owners_under_2(runtim
     (view,) = stage_views(plan.canonical(problem.workload), CostTables(problem))
     found = {item.collective for bucket in gradient_buckets(view, merged=True) for item in bucket.collectives}
     assert found == {collective}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "in_turn"), [("pytorch-fsdp2", True), ("composer-fsdp", True), ("galvatron-v1", False)]
+)
+def test_gathers_and_reductions_of_one_communicator_travel_in_turn(runtime: str, in_turn: bool) -> None:
+    """Between nodes both have much to wait for; fairscale, which Galvatron has, reduces by a group of its own."""
+    problem = small_problem("gpt", runtime=runtime, cluster="rtx3090-pcie:4x1")
+    result = simulate(uniform_plan(problem, dp=4, zero=3), problem)
+    graph, times = result.graph, result.schedule
+    spans = {
+        cause: [
+            (float(times.start_s[task]), float(times.end_s[task]))
+            for task in np.flatnonzero(np.array(graph.causes)[graph.cause] == cause)
+        ]
+        for cause in ("parameter gather", "gradient sync")
+    }
+    gathers, reductions = spans.values()
+    shared_s = sum(max(0.0, min(b, d) - max(a, c)) for a, b in gathers for c, d in reductions)
+    assert gathers and reductions and (shared_s < 1e-9) is in_turn
