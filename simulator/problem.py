@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware_models.calibration_file import load_calibration
-from hardware_models.cluster import parse_cluster
+from hardware_models.cluster import Cluster, parse_cluster
 from hardware_models.model import HardwareModel
 from hardware_models.runtime import Runtime
 from hardware_models.runtime_files import load_runtime
@@ -76,7 +76,7 @@ class ProblemSpec:
         )
         if self.profile:
             check_times(problem, shipped, self.profile)
-        _check_memory_limit(problem)
+        check_memory_limit(problem.memory_limit_bytes, problem.hardware.cluster, problem.runtime)
         return problem
 
 
@@ -128,13 +128,17 @@ SOLD_AS = 1.05
 """A GPU sold as one of 80 GB shows 79.35 GiB: a limit of what it is called by is one of all it has."""
 
 
-def _check_memory_limit(problem: Problem) -> None:
-    limit, outside = problem.memory_limit_bytes, problem.runtime.outside_allocator_bytes
-    nodes = problem.hardware.cluster.nodes
+def check_memory_limit(limit: int | None, cluster: Cluster, runtime: Runtime) -> None:
+    """Check that a limit of bytes a device (None: all it has) leaves memory for tensors, and that a GPU has as much.
+
+    Raises:
+        ValueError: If not.
+    """
+    outside, nodes = runtime.outside_allocator_bytes, cluster.nodes
     smallest, gpu = min((node.gpu.memory_bytes, node.gpu.name) for node in nodes)
     if smallest <= outside:
         raise ValueError(
-            f"context_bytes and communication_buffer_bytes of {problem.runtime.name} must leave memory for tensors, "
+            f"context_bytes and communication_buffer_bytes of {runtime.name} must leave memory for tensors, "
             f"got {outside / 2**30:.2f} GiB of the {smallest / 2**30:.2f} GiB of {gpu}; "
             "give them in bytes, or a larger GPU"
         )
@@ -142,7 +146,7 @@ def _check_memory_limit(problem: Problem) -> None:
         return
     if limit <= outside:
         raise ValueError(
-            f"the memory limit must be more than the {outside / 2**30:.2f} GiB that {problem.runtime.name} takes for "
+            f"the memory limit must be more than the {outside / 2**30:.2f} GiB that {runtime.name} takes for "
             f"context and communication buffers, got {limit / 2**30:.2f} GiB; raise it"
         )
     # Each node's devices are alike; on a mixed cluster a limit may bind on the larger ones only.

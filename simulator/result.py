@@ -127,12 +127,12 @@ class SimulationResult:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Live bytes at the peak of the fullest device."""
+        """Live bytes at the peak of the device that holds most."""
         return max((memory.peak_allocated_bytes for memory in self.memory), default=0)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Bytes the caching allocator of the fullest device took."""
+        """Bytes that the caching allocator took, where that is most."""
         return max((memory.peak_reserved_bytes for memory in self.memory), default=0)
 
     @property
@@ -141,6 +141,11 @@ class SimulationResult:
         failed = [memory for memory in self.memory if not memory.fits]
         chosen = failed or list(self.memory)
         return max(chosen, key=_fullness, default=None)
+
+    @property
+    def largest_device(self) -> DeviceMemory | None:
+        """The device with the highest live peak, however much it has; the first of equal ones."""
+        return max(self.memory, key=lambda memory: memory.peak_allocated_bytes, default=None)
 
     def breakdown(self) -> pd.DataFrame:
         """Return seconds per device and category; see ``simulator.reports.breakdown``."""
@@ -234,7 +239,7 @@ class SimulationResult:
                 f"{format_bytes(device.peak_reserved_bytes)} reserved "
                 f"of {format_bytes(device.capacity_bytes)}{where}"
             )
-            return [("memory", used), ("", consumers)]
+            return [("memory", used), *self._larger_line(device), ("", consumers)]
         members = self.graph.device_members[device.device]
         stage = int(self.graph.device_stage[device.device])
         failed = sum(len(self.graph.device_members[memory.device]) for memory in self.memory if not memory.fits)
@@ -256,6 +261,14 @@ class SimulationResult:
             ),
             ("", consumers),
         ]
+
+    def _larger_line(self, fullest: DeviceMemory) -> list[tuple[str, str]]:
+        """Return a line about the device that holds most, where GPUs differ and another is nearer to its capacity."""
+        largest = self.largest_device
+        if largest is None or largest.peak_allocated_bytes <= fullest.peak_allocated_bytes:
+            return []
+        words = f"{format_bytes(largest.peak_allocated_bytes)} live of {format_bytes(largest.capacity_bytes)}"
+        return [("", f"(nearest to its capacity; most is {words}, stage {self.graph.device_stage[largest.device]})")]
 
     def write_trace(self, path: str | Path, **options: Any) -> TraceReport:
         """Write a Chrome trace (``.json.gz``) that opens in Perfetto; see ``simulator.reports.trace``."""

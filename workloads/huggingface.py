@@ -1,15 +1,16 @@
 """Models given as a Hugging Face ``config.json``; the ``transformers`` package is not needed.
 
-Read: gpt2, gpt_neox, llama, mistral, qwen2, bert, roberta, vit and t5. Keys that do not change shapes are
-ignored, absent keys take the defaults of ``transformers``, but for the sizes of llama, mistral and qwen2.
-Vocabularies are not padded, as there, unless ``vocab_multiple`` is added to the file: splits of the vocabulary may
-need it. The sequence length is the longest the model has positions for, unless ``seq_len`` (of T5
-``decoder_seq_len`` too) is added. Attention is counted in full where a model has a sliding window.
+Read: gpt2, gpt_neox, llama, mistral, qwen2, bert, roberta, vit and t5, with the heads that they are pre-trained
+with; other heads, experts and what else is not modelled are refused. Keys that do not change shapes are ignored, absent
+keys take the defaults of ``transformers``, but for the sizes of llama, mistral and qwen2. Vocabularies are not padded,
+as there, unless ``vocab_multiple`` is added to the file: splits of the vocabulary may need it. The sequence length is
+the longest the model has positions for, unless ``seq_len`` (of T5 ``decoder_seq_len`` too) is added. Attention is
+counted in full where a model has a sliding window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,23 @@ class _Config:
         if self._mapping.get(key) == value:
             raise DataFileError(self._source, f"{key}: {why}, got {value!r}")
 
+    def refuse_experts(self) -> None:
+        """Raise if it has several experts in a layer."""
+        for key in _EXPERTS:
+            value = self._mapping.get(key)
+            if value is not None and value != 1:
+                raise DataFileError(self._source, f"{key}: mixtures of experts are not supported, got {value!r}")
+
+    def refuse_other_heads(self, heads: Sequence[str]) -> None:
+        """Raise if it names a model class whose name does not end in one of ``heads``; it need not name any."""
+        for name in self.architectures.split():
+            if not name.endswith(tuple(heads)):
+                raise DataFileError(
+                    self._source,
+                    f"architectures: the head must be one of {', '.join(heads)}, got {name!r}; write one of these "
+                    "if its cost is as good as that of your model's",
+                )
+
     @property
     def architectures(self) -> str:
         """Names of the model classes, joined."""
@@ -92,6 +110,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 
 def _gpt_neox(config: _Config) -> dict[str, Any]:
+    config.refuse("attention_bias", False, "attention without biases is not supported")
     return {
         "family": "gpt",
         "layers": config.read("num_hidden_layers", 44),
@@ -131,6 +150,7 @@ def _llama(config: _Config) -> dict[str, Any]:
 
 
 def _bert(config: _Config) -> dict[str, Any]:
+    config.refuse("tie_word_embeddings", False, "a head with a matrix of its own is not supported")
     roberta = config.model_type == "roberta"
     positions = config.get("max_position_embeddings", 514 if roberta else 512)
     # RoBERTa's positions begin after the padding index: two rows are never used.
@@ -154,6 +174,7 @@ def _bert(config: _Config) -> dict[str, Any]:
 
 
 def _vit(config: _Config) -> dict[str, Any]:
+    config.refuse("qkv_bias", False, "attention without biases is not supported")
     labels = config.get("id2label", None)
     return {
         "family": "vit",
@@ -194,6 +215,17 @@ def _t5(config: _Config) -> dict[str, Any]:
     }
 
 
+_LANGUAGE_HEADS = ("LMHeadModel", "ForCausalLM")
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    "bert": ("ForMaskedLM", "ForPreTraining", *_LANGUAGE_HEADS),
+    "roberta": ("ForMaskedLM", *_LANGUAGE_HEADS),
+    "vit": ("ForImageClassification",),
+    "t5": ("ForConditionalGeneration",),
+}
+"""How the names of model classes end whose head is modelled; of others ``_LANGUAGE_HEADS``."""
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 _READERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
@@ -224,10 +256,13 @@ def spec_from_config(mapping: Mapping[str, Any], source: str) -> ModelSpec:
     model_type = config.model_type
     if not isinstance(model_type, str):
         raise DataFileError(source, "model_type: is required of a Hugging Face config.json, but missing")
+    config.refuse_experts()
     if model_type not in _READERS:
         raise DataFileError(
             source, f"model_type: {model_type!r} is not supported, {nearest(model_type, _READERS)}"
         )
+    config.refuse_other_heads(_HEADS.get(model_type, _LANGUAGE_HEADS))
+    config.refuse("add_cross_attention", True, "cross-attention is not supported")
     fields = _READERS[model_type](config)
     fields["name"] = str(config.get("_name_or_path", None) or _name_from(source))[:200]
     spec = FAMILIES[fields["family"]].spec

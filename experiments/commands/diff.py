@@ -84,4 +84,4 @@ def _show_tables(times: pd.DataFrame, sizes: pd.DataFrame, names: tuple[str, str
         (cause, f"{a / GIB:.2f}", f"{b / GIB:.2f}", f"{change / GIB:+.2f}")
         for cause, a, b, change in sizes.itertuples(index=False)
     ]
-    print_table("GiB at the peak of the fullest GPU", [("consumer", "left"), *header], rows)
+    print_table("GiB at the peak of the GPU that holds most", [("consumer", "left"), *header], rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,9 @@ from datafiles.schema import FileModel, validated
 from experiments.sweep.job import Job, Run, code_of
 from experiments.sweep.lines import SpecLines
 from experiments.sweep.values import REQUIRED, Checked, ValueChecker
+from hardware_models.cluster import parse_cluster
+from hardware_models.runtime_files import load_runtime
+from simulator.problem import check_memory_limit
 
 MAX_SPEC_BYTES = 1 << 20
 MAX_RUNS = 100_000
@@ -119,6 +122,8 @@ def load_sweep(path: str | Path) -> SweepSpec:
         raise lines.numbered(error) from None
     sections = _Sections(spec, ValueChecker(Path(path).resolve().parent))
     sections.check()
+    if not sections.errors:
+        sections.check_limits()
     if sections.errors:
         raise lines.error(sections.errors)
     codes: dict[str, str] = {}
@@ -176,6 +181,27 @@ class _Sections:
             message = f"a sweep must have at most {MAX_RUNS:,} runs, got {num_runs:,}; split it"
             self.errors.append((("grid",), message))
 
+    def check_limits(self) -> None:
+        """Note memory limits above those of a run's GPUs, or that leave nothing beside what its runtime takes."""
+        asked = {
+            (_resolved(values, "cluster"), _resolved(values, "runtime"), limit)
+            for values in self.combinations()
+            if (limit := values["memory_limit"].fields["memory_limit_bytes"]) is not None
+        }
+        for cluster, runtime, limit in sorted(asked):
+            try:
+                check_memory_limit(limit, parse_cluster(cluster), load_runtime(runtime))
+            except ValueError as error:
+                self.errors.append((self._place_of("memory_limit"), f"{error} (cluster {cluster})"))
+
+    def _place_of(self, name: str) -> tuple[str | int, ...]:
+        """Return where a field is given first."""
+        sections: list[tuple[tuple[str | int, ...], Collection[str]]] = [(("base",), self._base)]
+        sections.append((("grid",), self._grid))
+        sections += [(("cases", i), case) for i, case in enumerate(self._cases)]
+        sections += [(("runs", i), run) for i, run in enumerate(self._runs)]
+        return next((*place, name) for place, names in sections if name in names)
+
     def combinations(self) -> Iterator[dict[str, Checked]]:
         """Yield the values of every run."""
         shared = {**self._checker.defaults, **self._base}
@@ -185,6 +211,12 @@ class _Sections:
                     yield {**shared, **case, **dict(zip(self._grid, values, strict=True))}
         for run in self._runs:
             yield {**shared, **run}
+
+
+def _resolved(values: Mapping[str, Checked], name: str) -> str:
+    """Return a name, or the path of the file that it is."""
+    checked = values[name]
+    return str(checked.paths.get(name, checked.fields[name]))
 
 
 def _given(section: FileModel) -> dict[str, Any]:

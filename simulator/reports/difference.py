@@ -2,7 +2,7 @@
 
 Time comes from the two critical paths: each adds up to its iteration time, so the differences by cause add
 up to the difference of the iteration times. Memory compares the consumers at the peak of each plan's
-fullest device.
+device that holds most.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 NEGLIGIBLE_SHARE = 0.005
 """Changes below this share of the larger total are summed up as one in text and plots."""
+
+TIME_WORDS, MEMORY_WORDS = ("takes", "time", "as long as before"), ("needs", "memory", "as much memory as before")
+"""Verb, what there is less or more of, and what is said where there is neither."""
 
 SLOWER, FASTER, TOTAL = "#D55E00", "#009E73", "#8C8C8C"
 
@@ -101,7 +104,7 @@ class Difference:
         }
 
     def describe(self, limit: int = 4) -> str:
-        """Return ``b is 12.3 % faster, mainly: -0.41 s tensor-parallel communication, ...``.
+        """Return ``b takes 12.3 % less time, mainly: -0.41 s tensor-parallel communication, ...``.
 
         Where the batches differ, by samples a second: an iteration of fewer samples is no quicker plan.
         """
@@ -110,7 +113,7 @@ class Difference:
         reasons = _main(self.time, limit, _signed_s)
         seconds = f" ({first} {format_s(a)}, {second} {format_s(b)})"
         if self.global_batch[0] == self.global_batch[1]:
-            lines = [_sentence(second, "faster", "slower", a, b, reasons) + seconds]
+            lines = [_sentence(second, TIME_WORDS, a, b, reasons) + seconds]
         else:
             one, other = self.samples_per_s
             lines = [
@@ -121,8 +124,7 @@ class Difference:
             ]
         low, high = (float(size) for size in self.peak_bytes)
         if low > 0 or high > 0:
-            text = _sentence(second, "less memory", "more memory", low, high, _main(self.memory, limit, _signed_bytes))
-            text = text.replace(" is ", " needs ", 1).replace("needs as fast as before", "needs as much memory")
+            text = _sentence(second, MEMORY_WORDS, low, high, _main(self.memory, limit, _signed_bytes))
             lines.append(f"{text} ({first} {format_bytes(low)}, {second} {format_bytes(high)})")
         for name, fits in zip(self.names, self.fits, strict=True):
             if not fits:
@@ -180,11 +182,11 @@ def _seconds(result: SimulationResult) -> dict[str, float]:
 
 
 def _peak_bytes(result: SimulationResult) -> int:
-    return 0 if result.peak_device is None else int(result.peak_device.peak_allocated_bytes)
+    return int(result.peak_allocated_bytes)
 
 
 def _consumers(result: SimulationResult) -> dict[str, float]:
-    device = result.peak_device
+    device = result.largest_device
     if device is None:
         return {}
     sizes = {name: float(size) for name, size in device.consumers.items()}
@@ -197,11 +199,12 @@ def _changes(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Change, ..
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference), -row.a, row.cause)))
 
 
-def _sentence(name: str, less: str, more: str, a: float, b: float, reasons: str) -> str:
+def _sentence(name: str, words: tuple[str, str, str], a: float, b: float, reasons: str) -> str:
+    verb, what, same = words
     change = (b - a) / a if a > 0 else 0.0
     if abs(change) < 0.0005:
-        return f"{name} is as fast as before"
-    return f"{name} is {100 * abs(change):.1f} % {less if change < 0 else more}, mainly: {reasons}"
+        return f"{name} {verb} {same}"
+    return f"{name} {verb} {100 * abs(change):.1f} % {'less' if change < 0 else 'more'} {what}, mainly: {reasons}"
 
 
 def _throughput_sentence(name: str, a: float, b: float) -> str:

@@ -72,7 +72,7 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
             fontsize=9, color=VERMILION, path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
     line = f"iteration {format_s(result.iteration_time_s)}"
-    peak = result.peak_device
+    peak = result.peak_device if not result.fits else result.largest_device
     if peak is not None:
         height = peak.peak_allocated_bytes / BYTES_PER_GIB
         axes.plot([peak.peak_time_s], [height], "o", color=TEXT, markersize=5, zorder=5)
@@ -96,14 +96,18 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
 
 
 def _memories_to_draw(result: SimulationResult) -> list[DeviceMemory]:
-    """Return the devices in pipeline order; of many, the fullest and some evenly spaced."""
+    """Return the devices in pipeline order; of many, those with the peaks that are told of, and some evenly spaced."""
     stages = result.graph.device_stage
     order = sorted(result.memory, key=lambda memory: (int(stages[memory.device]), memory.device))
     if len(order) <= len(MEMORY_COLORS):
         return order
     chosen = {int(i) for i in np.linspace(0, len(order) - 1, len(MEMORY_COLORS) - 1).round()}
-    peak = result.peak_device
-    return [memory for number, memory in enumerate(order) if number in chosen or memory is peak]
+    peaks = (result.peak_device, result.largest_device)
+    return [
+        memory
+        for number, memory in enumerate(order)
+        if number in chosen or any(memory is peak for peak in peaks)
+    ]
 
 
 def _envelope(history: LiveBytes, end_s: float) -> tuple[Floats, Floats, Floats]:

@@ -131,6 +131,15 @@ def test_errors_of_a_spec_name_place_line_and_remedy(tmp_path: Path, text: str, 
         assert part in str(caught.value)
 
 
+def test_a_memory_limit_above_that_of_a_runs_gpus_is_found_before_anything_runs(place: Place) -> None:
+    both = {"cluster": ["v100-32g-dgx1:1x2", "p3.8xlarge:1x2"], "global_batch": [4], "searcher": ["ddp"]}
+    base = {name: value for name, value in BASE.items() if name != "cluster"}
+    with pytest.raises(DataFileError, match=r"base\.memory_limit: .*at most the 15\.78 GiB of .* \(cluster p3\.8x"):
+        load_sweep(place.write(base={**base, "memory_limit": "28GiB"}, grid=both))
+    with pytest.raises(DataFileError, match=r"runs\.0\.memory_limit: .*must be more than the .* GiB that"):
+        load_sweep(place.write(runs=[{"global_batch": 4, "searcher": "ddp", "memory_limit": "2MiB"}]))
+
+
 def test_a_profile_beside_the_spec_is_what_a_run_is_simulated_on(place: Place) -> None:
     (node,) = parse_cluster(BASE["cluster"]).nodes
     seconds, keys = [], set()

@@ -50,16 +50,32 @@ def test_consumers_add_up_to_the_difference_of_peaks(a: SimulationResult) -> Non
 def test_text_names_the_main_causes_and_what_does_not_fit(a: SimulationResult, b: SimulationResult) -> None:
     text = difference(a, b, names=("before", "after")).describe()
     share = 100 * (1 - b.iteration_time_s / a.iteration_time_s)
-    assert text.startswith(f"after is {share:.1f} % faster, mainly: -220.0 ms recomputation, -41.00 ms tensor")
+    assert text.startswith(f"after takes {share:.1f} % less time, mainly: -220.0 ms recomputation, -41.00 ms tensor")
     assert "after does not fit into memory" in text
     assert "before does not fit" not in text
-    assert difference(b, a).describe().startswith("b is ")
-    assert "slower, mainly: +220.0 ms recomputation" in difference(b, a).describe()
+    assert difference(b, a).describe().startswith("b takes ")
+    assert "more time, mainly: +220.0 ms recomputation" in difference(b, a).describe()
+
+
+def test_the_largest_peak_is_compared_and_said_where_another_gpu_is_nearer_to_its_capacity(
+    a: SimulationResult,
+) -> None:
+    """3 GiB of 80 and 2 GiB of 16: the second is what may not fit, the first is what JSON has."""
+    near, large = (
+        replace(a.memory[0], peak_allocated_bytes=peak, capacity_bytes=capacity, consumers={"parameters": 1})
+        for peak, capacity in ((2 << 30, 16 << 30), (3 << 30, 80 << 30))
+    )
+    mixed = replace(a, memory=(near, large))
+    assert difference(mixed, replace(a, memory=(large,))).peak_bytes == (3 << 30, 3 << 30)
+    assert mixed.summary()["peak_allocated_bytes"] == 3 << 30
+    told = mixed.describe()
+    assert "2.00 GiB live" in told and "(nearest to its capacity; most is 3.00 GiB live of 80.0 GiB, stage 0)" in told
+    assert "nearest to its capacity" not in a.describe()
 
 
 def test_a_plan_against_itself_changes_nothing(a: SimulationResult) -> None:
     text = difference(a, a).describe()
-    assert "b is as fast as before" in text
+    assert "b takes as long as before" in text
     assert "b needs as much memory" in text
 
 

@@ -145,6 +145,18 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(family: str, absent:
         ({"model_type": "bert", "seq_len": 0}, r"json: seq_len: must be greater than or equal to 1"),
         ({"model_type": 3}, "model_type: is required"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias: biases in the MLP are not supported, got True"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
+        ({"model_type": "mistral", "num_experts": 60}, "num_experts: mixtures of experts are not supported, got 60"),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+         "architectures: the head must be one of ForMaskedLM, ForPreTraining, .* got 'BertForSequenceClassification'"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+         "architectures: the head must be one of LMHeadModel, ForCausalLM, got"),
+        ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings: a head with a matrix of its own"),
+        ({"model_type": "gpt_neox", "attention_bias": False}, "attention_bias: attention without biases"),
+        ({"model_type": "vit", "qkv_bias": False}, "qkv_bias: attention without biases is not supported, got False"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention: cross-attention is not supported"),
+        ({"model_type": "gpt_neox", "hidden_size": 99, "num_attention_heads": 3},
+         "features per head must be even where positions are rotary, got 33"),
     ],
 )
 def test_a_bad_config_json_says_what_is_wrong(

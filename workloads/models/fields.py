@@ -86,6 +86,16 @@ def head_dim_of(hidden: int, heads: int, *, or_given: bool = False) -> int:
     return hidden // heads
 
 
+def check_rotary(head_dim: int) -> None:
+    """Check that rotary positions can turn a head, which they do by pairs of features.
+
+    Raises:
+        ValueError: If it has an odd number of features.
+    """
+    if head_dim % 2:
+        raise ValueError(f"features per head must be even where positions are rotary, got {head_dim}")
+
+
 def padded_vocab(vocab: int, multiple: int) -> int:
     """Return ``vocab`` rounded up to a multiple, as frameworks do so that ranks share the table evenly.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from workloads.graph_builder import GraphBuilder
 from workloads.models.blocks import Blocks
-from workloads.models.fields import TextSpec, padded_vocab
+from workloads.models.fields import TextSpec, check_rotary, head_dim_of, padded_vocab
 from workloads.operators import Workload
 
 
@@ -31,6 +33,12 @@ class GPTSpec(TextSpec):
     positions: Literal["learned", "rotary"] = "learned"
     parallel_residual: bool = False
     tied_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> Self:
+        if self.positions == "rotary":
+            check_rotary(head_dim_of(self.hidden, self.heads))
+        return self
 
 
 def build(spec: GPTSpec, attention: str) -> Workload:

@@ -8,7 +8,16 @@ from pydantic import Field, model_validator
 
 from workloads.graph_builder import GraphBuilder
 from workloads.models.blocks import Blocks
-from workloads.models.fields import Layers, Length, ModelSpec, Probability, Width, head_dim_of, padded_vocab
+from workloads.models.fields import (
+    Layers,
+    Length,
+    ModelSpec,
+    Probability,
+    Width,
+    check_rotary,
+    head_dim_of,
+    padded_vocab,
+)
 from workloads.operators import Workload
 
 
@@ -48,8 +57,7 @@ class LlamaSpec(ModelSpec):
 
     @model_validator(mode="after")
     def _check(self) -> LlamaSpec:
-        if self.head_dim is None:
-            head_dim_of(self.hidden, self.heads, or_given=True)
+        check_rotary(self.head_dim or head_dim_of(self.hidden, self.heads, or_given=True))
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads={self.heads}, got kv_heads={self.kv_heads}")
         return self
