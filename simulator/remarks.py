@@ -21,6 +21,11 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
             f"{runtime.name} has no sequence parallelism, which the plan has: it is simulated as if it had, and no run "
             "is like that; take a runtime whose has_sequence_parallelism is true"
         )
+    if not runtime.recomputes_flash_attention and recomputes_flash_attention(plan, problem):
+        found.append(
+            f"{runtime.name} never computes flash attention again by itself, as the plan does: it is simulated as if "
+            "it did, and no run is like that; plan with --recompute none or full"
+        )
     return (*found, *_rows_of_nothing(problem), *problem.hardware.left_out)
 
 
@@ -48,3 +53,13 @@ def is_sequence_parallel(plan: Plan) -> bool:
     """Return whether some operator is split along the sequence."""
     axes = (axis for stage in plan.stages for _, sharding in stage.shardings for axis in sharding)
     return any(axis.size > 1 and "sequence" in axis.split for axis in axes)
+
+
+def recomputes_flash_attention(plan: Plan, problem: Problem) -> bool:
+    """Return whether flash attention is a recomputed segment by itself."""
+    operators = problem.workload.operators
+    return any(
+        end == begin + 1 and operators[begin].definition.name == "flash_attention"
+        for stage in plan.stages
+        for begin, end in stage.recompute
+    )

@@ -1,7 +1,8 @@
 """Closed form of what a stage sends beside its passes: gathers one unit ahead, and reductions behind gradients.
 
 While computation and communication both run, both are slower by the device's factors, as in the engine; what is left of
-the longer then runs alone. Units count as equal, and gathers and reductions as sharing their links in full.
+the longer then runs alone. Units count as equal, and gathers and reductions as sharing their links in full, or as
+travelling in turn.
 
 Source: the engine's rules (``docs/model.md``); slowing both sides down is Galvatron-BMW's (TKDE 2024, Section V).
 """
@@ -98,6 +99,7 @@ class SendingRules(NamedTuple):
         overlaps: Passes go on while gradients are reduced.
         every: Each microbatch's gradients are reduced, not only the sums of all.
         waits: If so, the next pass waits for them.
+        in_turn: Gathers and reductions have one communicator, so that the next pass's gathers wait for reductions.
     """
 
     prefetches: bool
@@ -105,6 +107,7 @@ class SendingRules(NamedTuple):
     overlaps: bool
     every: bool
     waits: bool
+    in_turn: bool = False
 
 
 class Passes(NamedTuple):
@@ -278,7 +281,7 @@ def with_reductions_s(
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
     if not rules.every:
         return Passes(passed_s, returned_s, inline, 0.0, first_s, sent.copied_s + left_s)
-    if rules.waits:
+    if rules.waits or (rules.in_turn and rules.reshards and root_s + sent.gathered_s > 0.0):
         return Passes(passed_s, returned_s, inline, left_s, first_s, 0.0)
     # Reductions go on beside the passes of the next microbatch; the last one and the first gather share links.
     shared_s = min(root_s, last_s)

@@ -90,6 +90,7 @@ def sending_rules(view: StageView) -> SendingRules:
         every=plan.gradient_reduction == "every",
         waits=runtime.copies_gradients
         and any(group.reduced_axes and not group.scattered for group in parameter_groups(view)),
+        in_turn=runtime.one_communicator,
     )
 
 
@@ -134,8 +135,7 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
         shares.last_share,
         computation_slowdown,
         communication_slowdown,
-        gathers.others_latency_s,
-        sum(_reduction_s(view, each, count, latency=True) for (each, _), count in zip(sums, parts, strict=True)),
+        *_latencies_s(view, gathers, sums, parts),
         units.gathered_others / units.num_others if gathers.others_s > 0 else 1.0,
         units.others_before > 0,
         units.others_behind > 0,
@@ -149,6 +149,16 @@ def sent_beside(view: StageView, gathering: Sequence[Item]) -> tuple[Sent, SentH
     )
     others_host_s = gathers.others_host_s
     return sent, SentHost(gathers.root_host_s + others_host_s, others_host_s, host_s + copied_host_s)
+
+
+def _latencies_s(
+    view: StageView, gathers: _Gathers, sums: Sequence[tuple[GradientBucket, bool]], parts: Sequence[float]
+) -> tuple[float, float]:
+    """Return what gathers and reductions take before bytes move; nothing where the others do not move meanwhile."""
+    if view.costs.problem.runtime.one_communicator:
+        return 0.0, 0.0
+    reduced_s = (_reduction_s(view, each, count, latency=True) for (each, _), count in zip(sums, parts, strict=True))
+    return gathers.others_latency_s, sum(reduced_s)
 
 
 def _reductions(view: StageView, *, in_parts: bool) -> list[tuple[GradientBucket, bool]]:

@@ -229,6 +229,7 @@ class BesideRules(NamedTuple):
         waits_for_whole: The next pass waits for reductions of whole parameters' gradients.
         lists: Parameters are gathered, and sharded gradients reduced, by calls that are given a tensor of each rank.
         by_unit: Gradients of whole parameters are reduced by units.
+        in_turn: Gathers and reductions have one communicator.
         copies_gathered: What was gathered is copied into parameters.
         gathered_bytes, gradient_bytes: Per element, as gathered and as reduced.
         tied_bytes: Of gradients of weights that stages share.
@@ -240,6 +241,7 @@ class BesideRules(NamedTuple):
     waits_for_whole: bool
     lists: bool
     by_unit: bool
+    in_turn: bool
     copies_gathered: bool
     gathered_bytes: float
     gradient_bytes: float

@@ -64,6 +64,7 @@ def beside_rules(runtime: Runtime) -> BesideRules:
         waits_for_whole=runtime.copies_gradients,
         lists=runtime.parameter_calls_above is not None,
         by_unit=runtime.reduces_by_unit,
+        in_turn=runtime.one_communicator,
         copies_gathered=runtime.copies_gathered,
         gathered_bytes=runtime.gathered_parameter_bytes,
         gradient_bytes=runtime.travelling_gradient_bytes,
@@ -302,7 +303,7 @@ def stage_sent(
                 reduced_s += own_s
                 whole_s += 0.0 if is_sharded else own_s
                 front_s += own_s if latest > front and starts[at] == front else 0.0
-                if others_s > 0.0:  # Else nobody asks.
+                if others_s > 0.0 and not rules.in_turn:  # Else nobody asks.
                     reduced_latency_s += own_parts * channel_s(tables, channel, NEXT_TO_NOTHING_BYTES)
                 reduced_host_s += own_parts * (hosts_s[channel, CALL_S] + launch_s)
                 if is_listed:
@@ -319,6 +320,8 @@ def stage_sent(
     copied_s = copied[TIMES] * num_tensors * start_s + copied[NUM_BYTES] * s_per_byte
     copied_back_s = copied[TIMES_BACK] * num_tensors * start_s + copied[NUM_BYTES_BACK] * s_per_byte
     reduced_host_s += (copied[TIMES] + copied[TIMES_BACK]) * num_tensors * launch_s
+    if rules.in_turn:
+        latency_s = 0.0
     sent = Sent(
         root_s, others_s, root_copied_s, gathered_copied_s, reduced_s, copied_s, copied_back_s, unit_share,
         shares.first_share, shares.last_share, computation, communication, latency_s, reduced_latency_s, gathered_share,

@@ -297,7 +297,7 @@ def fill_stage(
     work = PassWork(
         forward_s, backward_s, forward_host_s, backward_host_s, pass_host_s, forward_left_s, backward_left_s
     )
-    sending = SendingRules(beside.prefetches, reshards, overlaps, every, waits)
+    sending = SendingRules(beside.prefetches, reshards, overlaps, every, waits, beside.in_turn)
     hosts = HostRules(
         step_rules.runs_ahead, rules.waits_to_receive[schedule], beside.waits_for_gathers, schedule == GPIPE,
         high == low + 1, stage == low, m,
