@@ -93,6 +93,8 @@ class Runtime:
             what ZeRO-3 gathered for a layer, and all before it; the gradient norm.
         has_sequence_parallelism: The framework has Megatron's. Plans with it are simulated under one that has not all
             the same, and a note says so (``simulator.remarks``).
+        recomputes_flash_attention: The framework computes it again alone where it is told to (selective recomputation).
+            Plans in which it does are simulated under one that never does all the same, and a note says so.
         keeps_gathered_inputs: Under sequence parallelism an operator keeps the gathered input for backward;
             else its shard, gathered again.
         copies_parts: What an operator reads of a tensor that a rank has whole is copied even where it lies in one
@@ -244,6 +246,7 @@ class Runtime:
     keeps_gathered_shards: bool = False
     copies_parts: bool = False
     has_sequence_parallelism: bool = True
+    recomputes_flash_attention: bool = True
     moments_at_first_step: bool = True
     tied_gradients_wait: bool = True
 

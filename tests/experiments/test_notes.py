@@ -68,6 +68,22 @@ def test_it_moves_no_prediction(folder: Path, capsys: pytest.CaptureFixture[str]
     assert [len(each.notes) for each in found] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("runtime", "recompute", "is_said"),
+    [
+        ("megatron-lm-2023-flash", "selective", True),
+        ("megatron-lm-2023-flash", "full", False),
+        ("megatron-core-2024", "selective", False),
+        ("megatron-lm-2023", "selective", False),
+    ],
+)
+def test_flash_attention_that_its_framework_never_recomputes_alone_is_noted(
+    folder: Path, capsys: pytest.CaptureFixture[str], runtime: str, recompute: str, is_said: bool
+) -> None:
+    run(capsys, "plan", *words(runtime, cluster="a100-80g-dgx:1x2"), "--recompute", recompute, "-o", "plan.yaml")
+    assert ("never computes flash attention again" in run(capsys, "simulate", "plan.yaml")[1]) is is_said
+
+
 @pytest.mark.parametrize("name", ["megatron-lm-2021-fp32", "megatron-core-2024", "pytorch-fsdp2", "alpa"])
 def test_runtimes_take_it_from_their_base(name: str) -> None:
     assert load_runtime(name).has_sequence_parallelism is (name != "megatron-lm-2021-fp32")
