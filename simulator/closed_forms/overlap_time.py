@@ -99,7 +99,8 @@ class SendingRules(NamedTuple):
         overlaps: Passes go on while gradients are reduced.
         every: Each microbatch's gradients are reduced, not only the sums of all.
         waits: If so, the next pass waits for them.
-        in_turn: Gathers and reductions have one communicator, so that the next pass's gathers wait for reductions.
+        in_turn: Gathers and reductions have one communicator, so that a pass that begins with a gather waits for the
+            reductions before it.
     """
 
     prefetches: bool
@@ -281,7 +282,7 @@ def with_reductions_s(
     left_s = max(left_s + sent.last_share * sent.copied_back_s, sent.copied_back_s)
     if not rules.every:
         return Passes(passed_s, returned_s, inline, 0.0, first_s, sent.copied_s + left_s)
-    if rules.waits or (rules.in_turn and rules.reshards and root_s + sent.gathered_s > 0.0):
+    if rules.waits or (rules.in_turn and rules.reshards and sent.gathered_s > 0.0 and not sent.begins_whole):
         return Passes(passed_s, returned_s, inline, left_s, first_s, 0.0)
     # Reductions go on beside the passes of the next microbatch; the last one and the first gather share links.
     shared_s = min(root_s, last_s)
