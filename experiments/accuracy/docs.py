@@ -43,7 +43,7 @@ rows:
   gradient of the loss, Adam in plain operations, its flat tensors, additions to gradient buffers and where residuals
   branch off, RTX TITAN's products;
 - communication: gathers without prefetch, transfers in parts, copies of gradients, what a device stands still around a
-  collective between operators, each protocol's own share of NVLink over several nodes;
+  collective between operators, each protocol's own share of NVLink over several nodes, the one communicator of FSDP;
 - machines: the T4's curves and links, the A100's memory fractions and TF32 products, the clocks of the DGX-2's V100;
 - trainers: Composer's metrics;
 - memory: what FSDP and reentrant checkpointing hold, in the order of the host ([memory](memory.md));
