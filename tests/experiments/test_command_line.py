@@ -220,7 +220,7 @@ def test_diff_explains_two_plans(plan_file: Path, tmp_path: Path, capsys: pytest
     assert run(capsys, "plan", *PROBLEM, "--pp", 2, "-b", 4, "-o", other)[0] == 0
     code, out, error = run(capsys, "diff", plan_file, other, "--plot", picture)
     assert code == 0, error
-    assert "pipeline is" in out
+    assert "pipeline takes" in out
     assert picture.stat().st_size > 0
     found = json.loads(run(capsys, "diff", plan_file, other, "--json")[1])
     total = sum(row["b"] - row["a"] for row in found["time_s"])
