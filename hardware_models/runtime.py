@@ -68,7 +68,7 @@ class Runtime:
         one_communicator: What ZeRO-3 gathers and what is reduced over the same ranks travels in turn: they have one
             communicator (torch's process group), which has one stream. Else beside one another.
         regathers_recomputed: ZeRO-3 frees the parameters of a layer that was computed again whole, and gathers them
-            once more for its gradients (checkpointing wrapped around FSDP units rather than inside them).
+            once more for its gradients (checkpointing around FSDP units, or modules that give back behind each pass).
         reduces_ties_whole: What stages make of the gradient of a weight that they share is added up before data
             parallelism reduces it, hence whole also where ZeRO-1 leaves a rank its shard of the gradients; else after.
         joins_gathers: Activations that are gathered along another dimension than the first come as a list, whose
