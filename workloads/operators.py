@@ -137,9 +137,17 @@ class Workload:
 
     def parameters(self, index: int) -> tuple[Parameter, ...]:
         """Return the parameters of operator ``index``, ties filled in."""
-        op = self.operators[index]
-        found = op.definition.parameters(op.attributes, self.input_shapes(index, 1))
-        return tuple(Parameter(name=p.name, shape=p.shape, tie=op.ties.get(p.name)) for p in found)
+        return self._signature_parameters[self.signatures[index]]
+
+    @cached_property
+    def _signature_parameters(self) -> tuple[tuple[Parameter, ...], ...]:
+        """Per signature id, the parameters of an operator that has it."""
+        every = []
+        for index in self.signature_examples:
+            op = self.operators[index]
+            found = op.definition.parameters(op.attributes, self.input_shapes(index, 1))
+            every.append(tuple(Parameter(name=p.name, shape=p.shape, tie=op.ties.get(p.name)) for p in found))
+        return tuple(every)
 
     @cached_property
     def num_parameters(self) -> int:

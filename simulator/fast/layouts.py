@@ -25,12 +25,16 @@ Spent = tuple[float, float]
 
 
 class Layouts:
-    """Works out how tensors lie. Shardings are per operator, canonical.
+    """Works out how tensors lie. Shardings are canonical, one for each signature of the workload.
 
     Args:
         costs: Cost tables.
         names: Of the tensors.
         numbers: Of layouts, shared with whoever compares them.
+
+    Attributes:
+        made_as: int64[T]. As which output of its maker each tensor is made.
+        read_as: int64[readings]. As which input of its reader.
     """
 
     def __init__(self, costs: CostTables, names: Names, numbers: Interner) -> None:
@@ -38,59 +42,61 @@ class Layouts:
         self.workload = costs.problem.workload
         self.names = names
         self._numbers = numbers
+        makers = [self._maker(name) for name in names.tensors]
+        readings = [
+            (reader, self.workload.operators[reader].inputs.index(name))
+            for name in names.tensors
+            for reader in self.workload.consumers[name]
+        ]
+        self.made_as = np.array([place for _, place in makers], dtype=np.int64)
+        self.read_as = np.array([place for _, place in readings], dtype=np.int64)
+        self._makings, self._making_of = self._unlike(makers)
+        self._readings, self._reading_of = self._unlike(readings)
+
+    def _unlike(self, places: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], Ints]:
+        """Return operators and places of them without those that are alike, and the number there of each that came."""
+        signatures = self.workload.signatures
+        keys = [(signatures[index], place) for index, place in places]
+        first = dict(zip(reversed(keys), reversed(places), strict=True))
+        unlike = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return [first[key] for key in unlike], np.array([unlike[key] for key in keys], dtype=np.int64)
 
     def made(
         self, shardings: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
     ) -> tuple[Ints, Floats, Ints]:
         """Return, per tensor, the number of its layout, seconds of settling it, and whether it is made in shards."""
-        workload = self.workload
-        found = []
-        known: dict[object, tuple[int, Spent, bool]] = {}
-        for name in self.names.tensors:
-            producer, number = self._maker(name)
-            key = (workload.signatures[producer], number)
-            if key not in known:
-                sharding = shardings[producer]
-                try:
-                    made = self._placements(producer, number, sharding)
-                    view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
-                    settling = spent(view, ProgramBuilder(view, Fidelity()).output_settled(name))
-                except ValueError:
-                    known[key] = -1, (0.0, 0.0), False
-                else:
-                    known[key] = self._number(settled(made), sharding), settling, made_in_shards(sharding, made)
-            found.append(known[key])
-        layouts, settling_s, in_shards = zip(*found, strict=True) if found else ((), (), ())
-        return (
-            np.array(layouts, dtype=np.int64),
-            np.array(settling_s).reshape(-1, 2),
-            np.array(in_shards, dtype=np.int64),
-        )
+        layouts, in_shards = np.full(len(self._makings), -1), np.zeros(len(self._makings), dtype=np.int64)
+        settling_s = np.zeros((len(self._makings), 2))
+        for making, (producer, place) in enumerate(self._makings):
+            sharding = shardings[self.workload.signatures[producer]]
+            try:
+                made = self._placements(producer, place, sharding)
+                view = view_of(self.costs, {producer: sharding}, devices, microbatch_size)
+                name = self.workload.operators[producer].outputs[place]
+                settling_s[making] = spent(view, ProgramBuilder(view, Fidelity()).output_settled(name))
+            except ValueError:
+                continue
+            layouts[making] = self._number(settled(made), sharding)
+            in_shards[making] = made_in_shards(sharding, made)
+        return layouts[self._making_of], settling_s[self._making_of], in_shards[self._making_of]
 
     def read(self, shardings: Sequence[Sharding]) -> tuple[Ints, Ints]:
         """Return, per reading, the number of its layout, and in how many shards of the sequence it would arrive."""
-        workload = self.workload
-        found = []
-        known: dict[object, tuple[int, int]] = {}
-        for name in self.names.tensors:
-            for reader in workload.consumers[name]:
-                position = workload.operators[reader].inputs.index(name)
-                key = (workload.signatures[reader], position)
-                if key not in known:
-                    sharding = shardings[reader]
-                    try:
-                        wanted = tuple(split.inputs[position] for split in self.costs.splits(reader, sharding))
-                    except ValueError:
-                        known[key] = -1, 1
-                    else:
-                        parts = num_parts(sharding, wanted, workload.tensors[name])
-                        known[key] = self._number(wanted, sharding), parts
-                found.append(known[key])
-        layouts, parts_of = zip(*found, strict=True) if found else ((), ())
-        return np.array(layouts, dtype=np.int64), np.array(parts_of, dtype=np.int64)
+        layouts, parts = np.full(len(self._readings), -1), np.ones(len(self._readings), dtype=np.int64)
+        for reading, (reader, place) in enumerate(self._readings):
+            sharding = shardings[self.workload.signatures[reader]]
+            try:
+                wanted = tuple(split.inputs[place] for split in self.costs.splits(reader, sharding))
+            except ValueError:
+                continue
+            layouts[reading] = self._number(wanted, sharding)
+            parts[reading] = num_parts(
+                sharding, wanted, self.workload.tensors[self.workload.operators[reader].inputs[place]]
+            )
+        return layouts[self._reading_of], parts[self._reading_of]
 
     def passed(self, shardings: Sequence[Sharding]) -> Ints:
-        """Return, per operator, the number of the layout of what a stage that begins with it only passes on."""
+        """Return, per sharding, the number of the layout of what a stage that begins with it only passes on."""
         return np.array([self._number(passing(sharding), sharding) for sharding in shardings], dtype=np.int64)
 
     def makes_in_shards(self, tensor: int, strategy: Sharding) -> bool:

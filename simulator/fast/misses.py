@@ -92,7 +92,7 @@ class MissingRows:
         inputs = slice(shape.input_offsets[index], shape.input_offsets[index + 1])
         arriving = shape.input_tensors[inputs][shape.input_producers[inputs] < first].tolist()
         entering = self._made_in_shards(columns, plan, arriving)
-        return self.builder.row(index, strategies, devices, int(columns.microbatch_size[plan]), entering)
+        return self.builder.rows.row(index, strategies, devices, int(columns.microbatch_size[plan]), entering)
 
     def _made_in_shards(self, columns: PlanColumns, plan: int, tensors: Sequence[int]) -> list[int]:
         """Return those of the tensors that their makers in a plan leave in shards of the sequence."""
@@ -130,7 +130,7 @@ class MissingRows:
             strategies = {i: self.strategies[columns.strategies[run]] for i, run in zip(own, runs, strict=True)}
             devices = self.placements[columns.placements[row]]
             sides.append(view_of(self.builder.costs, strategies, devices, int(columns.microbatch_size[plan]), entering))
-        return self.builder.boundary(sides[0], sides[1], tensors)
+        return self.builder.rows.boundary(sides[0], sides[1], tensors)
 
 
 def first_operator(columns: PlanColumns, stage: int, first_stage: int) -> int:

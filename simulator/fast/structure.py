@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +101,7 @@ def structure(problem: Problem, costs: CostTables) -> tuple[Structure, Savings, 
     for name, producer in zip(names, producers, strict=True):
         maker = workload.operators[producer]
         dtype = maker.definition.output_dtype(maker.outputs.index(name))
-        size = float(np.prod(workload.tensors[name], dtype=np.float64))
+        size = float(prod(workload.tensors[name]))
         sizes[name] = size * dtype_bytes(dtype, problem.runtime.implementation)
     forms = [(sizes[name], workload.tensors[name][:1]) for name in names]
     number_of = {form: number for number, form in enumerate(dict.fromkeys(forms))}

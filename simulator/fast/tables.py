@@ -6,7 +6,7 @@ between given neighbours, and a boundary is what ``lowering.transfers`` says of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,15 +14,7 @@ import numpy as np
 
 from datafiles.words import counted
 from simulator.closed_forms.operator_needs import saved_bytes
-from simulator.closed_forms.stage_prices import (
-    added_s,
-    again_s,
-    beyond_host_s,
-    collective_s,
-    items_s,
-    transfers_s,
-    weights_s,
-)
+from simulator.closed_forms.stage_prices import added_s, again_s, beyond_host_s, weights_s
 from simulator.costs import CostTables
 from simulator.fast.arrays import (
     ADDED_HOST_S,
@@ -61,7 +53,7 @@ from simulator.fast.arrays import (
 )
 from simulator.fast.channels import Channels, Interner, MeasuredSeriesError
 from simulator.fast.holdings import Holding, Holdings, view_of
-from simulator.fast.layouts import Layouts, Spent, spent
+from simulator.fast.layouts import Layouts
 from simulator.fast.memory import (
     AGAIN,
     AGAIN_PEAK,
@@ -81,7 +73,6 @@ from simulator.fast.memory import (
     MAXIMA,
     MEMORY_COLUMNS,
     NUM_STATES,
-    OWN,
     PRODUCT,
     SHARD,
     STATES,
@@ -92,12 +83,9 @@ from simulator.fast.memory import (
     Savings,
     range_maxima,
 )
+from simulator.fast.rows import RowBuilder
 from simulator.fast.structure import Names
-from simulator.fidelity import Fidelity
-from simulator.lowering.program import ProgramBuilder, StageView
-from simulator.lowering.recompute import copies_saved_part
 from simulator.lowering.synchronisation import scatters
-from simulator.lowering.transfers import boundary, received_gathers
 from simulator.plan import Sharding, resolve
 
 
@@ -128,7 +116,14 @@ class Table:
 
 
 class TableBuilder:
-    """Works out tables, rows of operators between unlike neighbours, and boundaries."""
+    """Works out tables: once for operators that are alike, then spread over the workload by numbers.
+
+    Operators of one signature are alike under one strategy but for the collectives around them, and these are alike
+    for operators of one class (``Structure.classes``).
+
+    Attributes:
+        rows: Works out operators between unlike neighbours, and boundaries.
+    """
 
     def __init__(
         self, costs: CostTables, structure: Structure, savings: Savings, names: Names, channels: Channels
@@ -139,45 +134,15 @@ class TableBuilder:
         self.savings = savings
         self.names = names
         self.channels = channels
+        self.rows = RowBuilder(costs, structure, names)
         self.waits_for_gathers = "gather" in costs.problem.runtime.host_waits
         numbers = Interner()
         self.layouts = Layouts(costs, names, numbers)
         self._holdings = Holdings(costs, channels, numbers)
-
-    def row(
-        self,
-        index: int,
-        strategies: Mapping[int, Sharding],
-        devices: Sequence[int],
-        microbatch_size: int,
-        entering: Iterable[int] = (),
-    ) -> list[Spent]:
-        """Return what an operator takes forward and backward, and by input what a segment does not repeat.
-
-        Between these, first of a pair, whether it saves a part that it copies; and what its backward pass takes longer
-        where its weight gradients come later.
-
-        Args:
-            index: The operator.
-            strategies: Its own and those of its neighbours in its stage.
-            devices: Of the stage.
-            microbatch_size: Samples over all replicas.
-            entering: Tensors that arrive in shards of the sequence.
-        """
-        names = [self.names.tensors[tensor] for tensor in entering]
-        view = view_of(self.costs, strategies, devices, microbatch_size, names)
-        forward, backward, entering = ProgramBuilder(view, Fidelity()).operator_alone(index)
-        parted_s = 0.0
-        if any(item.collective is not None and not item.chained for item in backward):  # It travels beside them.
-            halves = view_of(self.costs, strategies, devices, microbatch_size, names, schedule="zb-h1")
-            _, apart, _ = ProgramBuilder(halves, Fidelity()).operator_alone(index)
-            parted_s = items_s(halves, apart) - items_s(view, backward)
-        inputs = self.structure.input_offsets[index + 1] - self.structure.input_offsets[index]
-        parts = [forward, backward, *(entering.get(position, []) for position in range(inputs))]
-        found = [spent(view, items) for items in parts]
-        return [*found[:2], (float(copies_saved_part(view, index)), 0.0), (parted_s, 0.0), *found[2:]]
-
-    # Whole tables
+        self._signatures = np.array(self.problem.workload.signatures, dtype=np.int64)
+        widths = np.diff(structure.input_offsets)
+        self._class_of_input = np.repeat(structure.classes, widths)
+        self._place_of_input = np.arange(widths.sum()) - np.repeat(structure.input_offsets[:-1], widths)
 
     def table(self, strategy: Sharding, devices: Sequence[int], microbatch_size: int) -> Table:
         """Return the table of a strategy.
@@ -185,97 +150,172 @@ class TableBuilder:
         Raises:
             ValueError: If the strategy does not fit the devices, the microbatch or an operator.
         """
-        degree = prod(axis.size for axis in strategy)
-        replicas = prod(axis.size for axis in strategy if axis.split == "batch")
-        if degree != len(devices):
-            raise ValueError(
-                f"axes of a strategy must multiply to the {counted(len(devices), 'device')} of its stage, got "
-                f"{[tuple(axis) for axis in strategy]} = {degree}; use another strategy or placement"
-            )
-        if replicas > microbatch_size:
-            raise ValueError(
-                f"each of {replicas} replicas needs a sample of the microbatch, got microbatch_size {microbatch_size}"
-            )
-        structure, workload = self.structure, self.problem.workload
-        count = len(workload)
-        sums = np.zeros((count + 1, TIME_COLUMNS))
-        memory_sums = np.zeros((count + 1, MEMORY_COLUMNS))
-        entering_s = np.zeros((len(structure.input_producers), 2))
-        rows: dict[int, list[Spent]] = {}
+        replicas = _replicas(strategy, devices, microbatch_size)
+        workload, structure, signatures = self.problem.workload, self.structure, self._signatures
+        shardings = [resolve(strategy, workload.operators[index]) for index in workload.signature_examples]
+        families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
+        holdings = self._holdings_of(shardings, devices, microbatch_size, families)
+        alone, beyond_s = self._times_alone(holdings, shardings, devices, microbatch_size)
+        around = self._times_around(strategy, devices, microbatch_size)
+        of_class = around[structure.classes]
+        sums = np.zeros((len(workload) + 1, TIME_COLUMNS))
+        sums[1:] = alone[signatures]
+        sums[1:, [FORWARD_S, FORWARD_HOST_S]] = of_class[:, 0]
+        sums[1:, [BACKWARD_S, BACKWARD_HOST_S]] = of_class[:, 1]
+        sums[1:, PARTED_S] = of_class[:, PARTED, 0]
+        np.cumsum(sums, axis=0, out=sums)
+        self._add_gathers(sums, families)
+
+        layouts = self.layouts
+        made, settling_s, in_shards = layouts.made(shardings, devices, microbatch_size)
+        read, parts = layouts.read(shardings)
+        made_bytes = _padded([found.made for found in holdings])[signatures[structure.producers], layouts.made_as]
+        read_bytes = _padded([found.read for found in holdings])[signatures[structure.readers], layouts.read_as]
+        saved, gathered = self._saved(holdings, made_bytes, in_shards)
+        memory_sums = self._memory_sums(holdings, saved)
+        maxima = self._maxima(holdings, memory_sums, made_bytes, read_bytes, gathered)
+        has_private = np.array([found.private > 0 for found in holdings])[signatures]
+        tied = [holdings[signatures[index]] for index in dict.fromkeys(structure.tied.tolist())]
+        return Table(
+            sums=sums,
+            memory_sums=memory_sums,
+            entering_s=around[self._class_of_input, OF_INPUTS + self._place_of_input],
+            settling_s=settling_s,
+            saved_bytes=saved,
+            made_bytes=made_bytes,
+            read_bytes=read_bytes,
+            replicas=replicas,
+            has_private=PRIVATE * has_private + COPIED * (of_class[:, COPIES_PART, 0] > 0),
+            maxima=np.stack([range_maxima(row) for row in maxima]),
+            made=made,
+            read=read,
+            passed=layouts.passed(shardings)[signatures],
+            in_shards=in_shards,
+            num_parts=parts,
+            families=families,
+            tied_bytes=np.array([each for found in tied for each in found.tied_bytes]).reshape(-1, NUM_STATES),
+            tied=np.array([each for found in tied for each in found.tied], dtype=np.int64).reshape(-1, 4),
+            tied_work=np.array([each for found in tied for each in found.tied_work]).reshape(-1, STEP_COLUMNS),
+            beyond_host_s=beyond_s[signatures] if self.waits_for_gathers else np.zeros((0, 4)),
+        )
+
+    def _holdings_of(
+        self, shardings: Sequence[Sharding], devices: Sequence[int], microbatch_size: int, families: Ints
+    ) -> list[Holding]:
+        """Return by signature what its operators hold, and fill in the families of their parameters."""
+        family_of: dict[object, int] = {}
+        holdings = []
+        for index, sharding in zip(self.problem.workload.signature_examples, shardings, strict=True):
+            try:
+                found = self._holdings.of(index, sharding, devices, microbatch_size, family_of, families)
+            except MeasuredSeriesError:
+                raise
+            except ValueError:
+                found = self._holdings.nothing(index)
+            holdings.append(found)
+        return holdings
+
+    def _times_alone(
+        self, holdings: Sequence[Holding], shardings: Sequence[Sharding], devices: Sequence[int], microbatch_size: int
+    ) -> tuple[Floats, Floats]:
+        """Return by signature what ``TimeTables.sums`` has whatever is around operators; what is beyond their host."""
+        sums, beyond_s = np.zeros((len(holdings), TIME_COLUMNS)), np.zeros((len(holdings), 4))
+        for number, (index, found) in enumerate(zip(self.problem.workload.signature_examples, holdings, strict=True)):
+            row = sums[number]
+            row[UNSUITED] = found.unsuited
+            if found.unsuited:
+                continue
+            view = view_of(self.costs, {index: shardings[number]}, devices, microbatch_size)
+            row[WEIGHT_S] = weights_s(view, first=False)
+            scattered = ADDED_SCATTERED_S - ADDED_S if scatters(shardings[number], self.problem.runtime) else 0
+            row[[ADDED_S + scattered, ADDED_HOST_S + scattered]] = added_s(view)
+            row[[AGAIN_S, AGAIN_HOST_S]] = again_s(view)
+            row[PASSED_BYTES:BUCKETS], row[BUCKETS], row[LARGE] = found.work, found.buckets, found.num_large
+            row[ELEMENTS:] = found.elements
+            if self.waits_for_gathers:
+                beyond_s[number] = beyond_host_s(view, index)
+        return sums, beyond_s
+
+    def _times_around(self, strategy: Sharding, devices: Sequence[int], microbatch_size: int) -> Floats:
+        """Return rows of classes with neighbours of the same strategy: float64[classes, OF_INPUTS + inputs, 2]."""
+        structure = self.structure
+        most_inputs = int(np.diff(structure.input_offsets).max(initial=1))
+        rows = np.zeros((len(self.names.examples), OF_INPUTS + most_inputs, 2))
         for number, index in enumerate(self.names.examples):
             near = structure.neighbours[structure.neighbour_offsets[index] : structure.neighbour_offsets[index + 1]]
             try:
                 strategies = dict.fromkeys([*near.tolist(), index], strategy)
-                rows[number] = self.row(index, strategies, devices, microbatch_size)
+                row = self.rows.row(index, strategies, devices, microbatch_size)
             except ValueError:  # Unsuited to it or to a neighbour; plans that combine the two are refused.
-                width = int(structure.input_offsets[index + 1] - structure.input_offsets[index])
-                rows[number] = [(0.0, 0.0)] * (OF_INPUTS + width)
-        for index, number in enumerate(structure.classes.tolist()):
-            row = rows[number]
-            sums[index + 1, [FORWARD_S, FORWARD_HOST_S]] = row[0]
-            sums[index + 1, [BACKWARD_S, BACKWARD_HOST_S]] = row[1]
-            if len(row) > OF_INPUTS:
-                entering_s[structure.input_offsets[index] : structure.input_offsets[index + 1]] = row[OF_INPUTS:]
-        resolved = [resolve(strategy, op) for op in workload.operators]
-        families = np.full((MAX_FAMILIES, FAMILY), -1, dtype=np.int64)
-        family_of: dict[object, int] = {}
-        has_private = np.zeros(count, dtype=np.int64)
-        maxima = np.zeros((MAXIMA, count))
-        own: dict[tuple[int, Sharding], Holding] = {}
-        weights: dict[tuple[int, Sharding], float] = {}
-        added: dict[tuple[int, Sharding], tuple[float, float]] = {}
-        again: dict[tuple[int, Sharding], tuple[float, float]] = {}
-        beyond: dict[tuple[int, Sharding], tuple[float, ...]] = {}
-        beyond_s = np.zeros((count if self.waits_for_gathers else 0, 4))
-        tied_bytes, tied, tied_work = [], [], []
-        holdings: list[Holding] = []
-        for index in range(count):
-            key = (workload.signatures[index], resolved[index])
-            if key not in own:
-                try:
-                    own[key] = self._holdings.of(index, resolved[index], devices, microbatch_size, family_of, families)
-                except MeasuredSeriesError:
-                    raise
-                except ValueError:
-                    own[key] = self._holdings.nothing(index)
-                view = view_of(self.costs, {index: resolved[index]}, devices, microbatch_size)
-                weights[key] = 0.0 if own[key].unsuited else weights_s(view, first=False)
-                added[key], again[key] = ((0.0, 0.0),) * 2 if own[key].unsuited else (added_s(view), again_s(view))
-                if self.waits_for_gathers:
-                    beyond[key] = (0.0,) * 4 if own[key].unsuited else beyond_host_s(view, index)
-            found = own[key]
-            if self.waits_for_gathers:
-                beyond_s[index] = beyond[key]
-            sums[index + 1, WEIGHT_S], sums[index + 1, UNSUITED] = weights[key], found.unsuited
-            scattered = ADDED_SCATTERED_S - ADDED_S if scatters(resolved[index], self.problem.runtime) else 0
-            sums[index + 1, [ADDED_S + scattered, ADDED_HOST_S + scattered]] = added[key]
-            sums[index + 1, [AGAIN_S, AGAIN_HOST_S]] = again[key]
-            copies, _ = rows[structure.classes[index]][COPIES_PART]
-            sums[index + 1, PARTED_S], _ = rows[structure.classes[index]][PARTED]
-            has_private[index] = PRIVATE * (found.private > 0) + COPIED * (copies > 0)
-            maxima[[PRODUCT, LARGEST], index] = found.product, found.largest
-            maxima[[BUFFER, BUCKET], index] = found.buffer, found.bucket
-            column = memory_sums[index + 1]
-            column[KEPT] = column[AGAIN] = found.private
-            column[WEIGHTED], column[TO_MULTIPLY] = found.weighted, found.to_multiply
-            column[GATHERED], column[UNSHARDED] = found.gathered, found.unsharded
-            column[[GIVEN_BACK, END_GIVEN]] = found.given
-            column[STATES:] = found.states
-            sums[index + 1, PASSED_BYTES:BUCKETS] = found.work
-            sums[index + 1, BUCKETS], sums[index + 1, LARGE] = found.buckets, found.num_large
-            sums[index + 1, ELEMENTS:] = found.elements
-            tied_bytes += found.tied_bytes
-            tied += found.tied
-            tied_work += found.tied_work
-            holdings.append(found)
-        made_bytes, read_bytes = self._sizes(holdings)
-        made, settling_s, in_shards = self.layouts.made(resolved, devices, microbatch_size)
-        saved, gathered = self._saved(holdings, made_bytes, in_shards)
+                continue
+            rows[number, : len(row)] = row
+        return rows
+
+    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> tuple[Floats, Floats]:
+        """Return what each saving keeps where neighbours have the same strategy, and what operators gather again.
+
+        Returns:
+            As ``MemoryTables.saved_bytes``; float64[2, N], outside segments and in them.
+        """
+        runtime, savings = self.problem.runtime, self.savings
+        gathered = np.zeros((2, len(self._signatures)))
+        operators, places = np.array(self.names.savings, dtype=np.int64).reshape(-1, 2).T
+        own = _padded([found.saved for found in holdings])[self._signatures[operators], places]
+        saved = np.repeat(own[:, None], 3, axis=1)
+        counts = np.diff(savings.offsets)
+        firsts, makers, tensors = (
+            np.repeat(each, counts) for each in (savings.offsets[:-1], savings.producers, savings.tensors)
+        )
+        keeps_made = runtime.keeps_gathered_shards | ((operators[firsts] == makers) & (own[firsts] > 0.0))
+        read = np.flatnonzero(tensors >= 0)
+        made = made_bytes[tensors[read]]
+        regathers = (in_shards[tensors[read]] > 0) & (not runtime.keeps_gathered_inputs)
+        cases = np.stack([made, own[read], regathers, keeps_made[read]], axis=1)
+        unlike, case_of = np.unique(cases, axis=0, return_inverse=True)
+        for kind in (SHARD, WHOLE):
+            sizes = [
+                saved_bytes(
+                    made, own, regathers=bool(regathers), keeps_made=bool(keeps), in_segment=kind == SHARD
+                )
+                for made, own, regathers, keeps in unlike.tolist()
+            ]
+            saved[read, kind] = np.array(sizes)[case_of]
+        again = np.where(own[read] > made, own[read], 0.0)
+        np.add.at(gathered[0], operators[read], again * regathers)
+        np.add.at(gathered[1], operators[read], again)
+        return saved, gathered
+
+    def _memory_sums(self, holdings: Sequence[Holding], saved: Floats) -> Floats:
+        """Return ``MemoryTables.sums``."""
+        rows = np.zeros((len(holdings), MEMORY_COLUMNS))
+        for row, found in zip(rows, holdings, strict=True):
+            row[KEPT] = row[AGAIN] = found.private
+            row[WEIGHTED], row[TO_MULTIPLY] = found.weighted, found.to_multiply
+            row[GATHERED], row[UNSHARDED] = found.gathered, found.unsharded
+            row[[GIVEN_BACK, END_GIVEN]] = found.given
+            row[STATES:] = found.states
+        sums = np.zeros((len(self._signatures) + 1, MEMORY_COLUMNS))
+        sums[1:] = rows[self._signatures]
         for kind, summed in ((WHOLE, KEPT), (SHARD, AGAIN)):
             less = np.concatenate([[0.0], saved[:-1, kind]])
             less[self.savings.offsets[:-1]] = 0.0
-            np.add.at(memory_sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
-        np.cumsum(memory_sums, axis=0, out=memory_sums)
+            np.add.at(sums[:, summed], self.savings.operators + 1, saved[:, kind] - less)
+        return np.cumsum(sums, axis=0)
+
+    def _maxima(
+        self,
+        holdings: Sequence[Holding],
+        memory_sums: Floats,
+        made_bytes: Floats,
+        read_bytes: Floats,
+        gathered: Floats,
+    ) -> Floats:
+        """Return what ``MemoryTables.maxima`` are of: float64[MAXIMA, N]."""
+        alone = np.zeros((MAXIMA, len(holdings)))
+        alone[[PRODUCT, LARGEST, BUFFER, BUCKET]] = np.array(
+            [(found.product, found.largest, found.buffer, found.bucket) for found in holdings]
+        ).T
+        maxima = alone[:, self._signatures]
         forward, backward, waiting = self._needed(holdings, made_bytes, read_bytes)
         maxima[KEPT_PEAK] = memory_sums[1:, KEPT] + (backward + waiting + gathered[0])
         maxima[AGAIN_PEAK] = memory_sums[1:, AGAIN] + (np.maximum(forward, backward) + waiting + gathered[1])
@@ -285,68 +325,7 @@ class TableBuilder:
         maxima[[KEPT_WAIT_PEAK, AGAIN_WAIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] + weights_wait
         for_weights = memory_sums[1:, [WEIGHTED, TO_MULTIPLY]].sum(axis=1)
         maxima[[KEPT_SPLIT_PEAK, AGAIN_SPLIT_PEAK]] = maxima[[KEPT_PEAK, AGAIN_PEAK]] - for_weights
-        np.cumsum(sums, axis=0, out=sums)
-        self._add_gathers(sums, families)
-        read, parts = self.layouts.read(resolved)
-        return Table(
-            sums=sums,
-            memory_sums=memory_sums,
-            entering_s=entering_s,
-            settling_s=settling_s,
-            saved_bytes=saved,
-            made_bytes=made_bytes,
-            read_bytes=read_bytes,
-            replicas=replicas,
-            has_private=has_private,
-            maxima=np.stack([range_maxima(row) for row in maxima]),
-            made=made,
-            read=read,
-            passed=self.layouts.passed(resolved),
-            in_shards=in_shards,
-            num_parts=parts,
-            families=families,
-            tied_bytes=np.array(tied_bytes).reshape(-1, NUM_STATES),
-            tied=np.array(tied, dtype=np.int64).reshape(-1, 4),
-            tied_work=np.array(tied_work, dtype=np.float64).reshape(-1, STEP_COLUMNS),
-            beyond_host_s=beyond_s,
-        )
-
-    def _sizes(self, holdings: Sequence[Holding]) -> tuple[Floats, Floats]:
-        """Return bytes of every tensor where it is made and, by reading, where it is read."""
-        workload, made, read = self.problem.workload, [], []
-        for name in self.names.tensors:
-            producer = workload.producer[name]
-            made.append(holdings[producer].made[workload.operators[producer].outputs.index(name)])
-            for reader in workload.consumers[name]:
-                read.append(holdings[reader].read[workload.operators[reader].inputs.index(name)])
-        return np.array(made, dtype=np.float64), np.array(read, dtype=np.float64)
-
-    def _saved(self, holdings: Sequence[Holding], made_bytes: Floats, in_shards: Ints) -> tuple[Floats, Floats]:
-        """Return what each saving keeps where neighbours have the same strategy, and what operators gather again.
-
-        Returns:
-            As ``MemoryTables.saved_bytes``; float64[2, N], outside segments and in them.
-        """
-        drops = not self.problem.runtime.keeps_gathered_inputs
-        saved, gathered = np.zeros((len(self.names.savings), 3)), np.zeros((2, len(holdings)))
-        counts = np.diff(self.savings.offsets)
-        tensor_of = np.repeat(self.savings.tensors, counts).tolist()
-        firsts = np.repeat(self.savings.offsets[:-1], counts).tolist()
-        makers = np.repeat(self.savings.producers, counts).tolist()
-        keeps_shards = self.problem.runtime.keeps_gathered_shards
-        for saving, (index, place) in enumerate(self.names.savings):
-            saved[saving] = own = holdings[index].saved[place]
-            first = firsts[saving]
-            keeps_made = keeps_shards or (self.names.savings[first][0] == makers[saving] and saved[first, OWN] > 0.0)
-            tensor = tensor_of[saving]
-            if tensor >= 0:
-                made, regathers = made_bytes[tensor], drops and bool(in_shards[tensor])
-                for kind in (SHARD, WHOLE):
-                    saved[saving, kind] = saved_bytes(
-                        made, own, regathers=regathers, keeps_made=keeps_made, in_segment=kind == SHARD
-                    )
-                gathered[:, index] += (own > made) * own * np.array([regathers, True])
-        return saved, gathered
+        return maxima
 
     def _needed(
         self, holdings: Sequence[Holding], made_bytes: Floats, read_bytes: Floats
@@ -358,11 +337,11 @@ class TableBuilder:
         A gradient is there from the last reader of a tensor, where its backward pass begins it, to who made that.
         """
         shape, last_reading = self.structure, self.structure.reader_offsets[1:] - 1
-        waiting, begun = np.zeros(len(holdings) + 1), np.zeros(len(holdings))
+        waiting, begun = np.zeros(len(self._signatures) + 1), np.zeros(len(self._signatures))
         np.add.at(waiting, shape.producers + 1, made_bytes)
         np.add.at(waiting, shape.readers[last_reading], -made_bytes)
         np.add.at(begun, shape.readers[last_reading], read_bytes[last_reading])
-        forward, backward = np.array([found.own_working for found in holdings]).T
+        forward, backward = np.array([found.own_working for found in holdings])[self._signatures].T
         return forward, backward + begun, np.cumsum(waiting)[:-1]
 
     def _add_gathers(self, sums: Floats, families: Ints) -> None:
@@ -388,20 +367,26 @@ class TableBuilder:
                 totals[int(structure.gathers_of[unit] == 1)] += known[key]
             sums[first + 1 : stop + 1, [GATHER_S, ROOT_S]] = totals
 
-    # Boundaries
 
-    def boundary(self, first: StageView, second: StageView, tensors: Iterable[int]) -> list[float]:
-        """Return seconds of transfers forward and backward, and of making whole what arrives, on either side.
+def _replicas(strategy: Sharding, devices: Sequence[int], microbatch_size: int) -> int:
+    """Return the replicas of a strategy, if it fits its devices and its microbatch."""
+    degree = prod(axis.size for axis in strategy)
+    replicas = prod(axis.size for axis in strategy if axis.split == "batch")
+    if degree != len(devices):
+        raise ValueError(
+            f"axes of a strategy must multiply to the {counted(len(devices), 'device')} of its stage, got "
+            f"{[tuple(axis) for axis in strategy]} = {degree}; use another strategy or placement"
+        )
+    if replicas > microbatch_size:
+        raise ValueError(
+            f"each of {replicas} replicas needs a sample of the microbatch, got microbatch_size {microbatch_size}"
+        )
+    return replicas
 
-        Args:
-            first, second: The stages.
-            tensors: Numbers of the tensors that cross.
-        """
-        names = [self.names.tensors[tensor] for tensor in tensors]
-        forward, backward = boundary(first, second, names)
-        return [
-            transfers_s(self.costs, forward),
-            transfers_s(self.costs, backward),
-            sum(collective_s(second, item) for item in received_gathers(second, first, names)),
-            sum(collective_s(first, item) for item in received_gathers(first, second, names)),
-        ]
+
+def _padded(rows: Sequence[Sequence[float]]) -> Floats:
+    """Return rows of unlike lengths as one array, zeros behind the shorter ones."""
+    padded = np.zeros((len(rows), max(1, *map(len, rows), 0)))
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
