@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simulator.divisors import divisors
+from workloads.operators import Workload
 
-def microbatch_sizes(global_batch: int, dp: int, largest: int | None = None) -> list[int]:
-    """Return the powers of two, in samples per replica, that cut the batch evenly; ascending.
+TEXT_FAMILIES = ("gpt", "bert", "llama", "t5", "gnmt", "xlnet")
+
+
+def microbatch_sizes(
+    global_batch: int, dp: int = 1, largest: int | None = None, *, powers_of_two: bool = False
+) -> list[int]:
+    """Return the sizes, in samples per replica, that cut the batch evenly; ascending.
 
     >>> microbatch_sizes(global_batch=48, dp=4, largest=8)
+    [1, 2, 3, 4, 6]
+    >>> microbatch_sizes(global_batch=48, dp=4, powers_of_two=True)
     [1, 2, 4]
     """
-    sizes, size = [], 1
-    while size * dp <= global_batch and (largest is None or size <= largest):
-        if global_batch % (size * dp) == 0:
-            sizes.append(size)
-        size *= 2
-    return sizes
+    if global_batch % dp:
+        return []
+    sizes = [size for size in divisors(global_batch // dp) if largest is None or size <= largest]
+    return [size for size in sizes if size.bit_count() == 1 or not powers_of_two]
+
+
+def largest_profiled(workload: Workload) -> int:
+    """Return the largest microbatch that Aceso profiled: 8 samples a GPU of GPT and T5, 64 of Wide-ResNet."""
+    return 8 if workload.family in TEXT_FAMILIES else 64
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -27,9 +27,9 @@ RECOMPUTE_RULES = ("if-needed", "never")
 class PureStrategy(Searcher):
     """A strategy whose degrees follow from the number of devices.
 
-    Microbatches are powers of two in samples per replica that cut the batch evenly. With
-    ``recompute="if-needed"`` each level of recomputation is tried only if no microbatch fits with less.
-    ``"never"`` gives the rows of Galvatron's tables, where such a model is out of memory.
+    Microbatches are those that cut a replica's share of the batch evenly. With ``recompute="if-needed"`` each level of
+    recomputation is tried only if no microbatch fits with less. ``"never"`` gives the rows of Galvatron's tables, where
+    such a model is out of memory.
 
     Args:
         recompute: ``"if-needed"`` or ``"never"``.

@@ -18,7 +18,7 @@ from searchers.aceso.model import PerformanceModel
 from searchers.aceso.prices import Price
 
 WINDOW = 6
-"""Operators by which a border may move in the last step: half a transformer layer."""
+"""Operators by which a border may move in the last step, besides to narrow ones: half a transformer layer."""
 MIGRATIONS = 5
 GOALS = (0.4, 0.2, 0.0)
 """Shares of the gap to the idlest stage that a relay tries to close, tightest first: the public code's."""
@@ -62,6 +62,7 @@ def balanced(model: PerformanceModel, configuration: Configuration, window: int 
         float(microbatches - 1),
         cuts,
         0 if model.is_large else window,
+        model.narrow,
     )
     return configuration.with_cuts([int(cut) for cut in cuts])
 

@@ -1,4 +1,4 @@
-"""Where the borders of stages are best, compiled: bisection on the slowest stage, then Equation 2 in a window."""
+"""Where the borders of stages are best, compiled: bisection on the slowest stage, then Equation 2 around there."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ A cluster file has at most 1,024 GPUs a node, and a search 16 stages.
 """
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
+NARROW = 3
+"""Narrow borders on either side of one that it may move to: a layer has at most three."""
 TIME, STEADY, SYNC, BYTES = range(4)
 
 
@@ -66,15 +68,17 @@ class Room(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """To move all borders in: of each stage by where it begins and ends in the window, and of each border.
+    """To move all borders in: of each stage by the places where it may begin and end, and of each border.
 
     Attributes:
+        places: int32[stages + 1, width]. Operators; those outside the workload do not count.
         seconds, load: float64[stages, width, width].
         reachable: uint8[stages + 1, width].
         summed, before: float64 and int32[stages + 1, width]. Least seconds up to a border, and where that one began.
         path, chosen: int32[stages + 1].
     """
 
+    places: Int32s
     seconds: Floats
     load: Floats
     reachable: Bytes
@@ -103,12 +107,15 @@ class Stages(NamedTuple):
 
 
 @compiled_with(layout, recompute_kernels, stage_kernels)
-def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, cuts: Int32s, window: int) -> int:
+def balanced_cuts(
+    arrays: Arrays, stages: Stages, known: Known, weight: float, cuts: Int32s, window: int, narrow: Int32s
+) -> int:
     """Move the borders of stages of one cell each to where the pipeline is fastest; return stages newly priced.
 
     The least time of the slowest stage is found by bisection: the stages take as many operators as fit, one after
-    the other. Then every border may move by up to ``window`` operators, all together, to where Equation 2 is least.
-    Where nothing fits the borders stay.
+    the other. Then every border may move by up to ``window`` operators, or to the next narrow ones on either side, all
+    together, to where Equation 2 is least: over slow links few bytes to send are worth more than stages of equal
+    length. Where nothing fits the borders stay.
 
     Args:
         arrays: Costs.
@@ -116,7 +123,8 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         known: What was priced before under the same arrays, limit and recomputation; added to.
         weight: Microbatches less one.
         cuts: int32[num_stages + 1]; borders, moved in place.
-        window: Operators.
+        window: Operators; 0 for bisection alone.
+        narrow: Where least crosses (``narrow_borders``), ascending.
     """
     if 2 * known.used[0] > len(known.keys):
         known.keys[:] = 0
@@ -160,16 +168,32 @@ def balanced_cuts(arrays: Arrays, stages: Stages, known: Known, weight: float, c
         else:
             low = middle
     if window > 0 and num_stages > 1:
-        width = 2 * window + 1
+        width = 2 * (window + NARROW) + 1
         paths = Paths(
+            np.empty((num_stages + 1, width), np.int32),
             np.empty((num_stages, width, width)), np.empty((num_stages, width, width)),
             np.empty((num_stages + 1, width), np.uint8), np.empty((num_stages + 1, width)),
             np.empty((num_stages + 1, width), np.int32), np.empty(num_stages + 1, np.int32),
             np.empty(num_stages + 1, np.int32),
         )  # fmt: skip
+        _fill_places(paths.places, found, window, narrow)
         _polish(arrays, stages, known, weight, found, window, room, paths)
     _copy(found, cuts)
     return int(known.used[0] - before)
+
+
+@uncounted
+def _fill_places(places: Int32s, cuts: Int32s, window: int, narrow: Int32s) -> None:
+    """Fill in where each border may go; where it is stands in column ``window``."""
+    for border in range(len(cuts)):
+        for place in range(2 * window + 1):
+            places[border, place] = cuts[border] + place - window
+        behind = 0
+        while behind < len(narrow) and narrow[behind] <= cuts[border]:
+            behind += 1
+        for number in range(2 * NARROW):
+            index = behind - NARROW + number
+            places[border, 2 * window + 1 + number] = narrow[index] if 0 <= index < len(narrow) else -1
 
 
 @inlined
@@ -275,23 +299,23 @@ def _polish(
     room: Room,
     paths: Paths,
 ) -> None:
-    """Move all borders within a window so that Equation 2, ``max(weight * time + sync) + sum(time)``, is least.
+    """Move all borders among their places so that Equation 2, ``max(weight * time + sync) + sum(time)``, is least.
 
     Exact: the least sum with every stage's load below a bound has its own largest load; nothing between that and the
     bound is better, so it is the next bound. Only the trade-offs between sum and largest load are visited.
     """
     num_stages, count = len(stages.gpus), cuts[-1]
-    width = 2 * window + 1
-    seconds, load, reachable, summed, before, path, chosen = paths
+    places, seconds, load, reachable, summed, before, path, chosen = paths
+    width = places.shape[1]
     seconds[:], load[:], reachable[:] = np.inf, np.inf, 0
     reachable[0, window] = 1
     for stage in range(num_stages):
         for place in range(width):
-            stop = cuts[stage + 1] + place - window
+            stop = places[stage + 1, place]
             if stop > count or stop < 1 or (stage == num_stages - 1 and stop != count):
                 continue
             for from_place in range(width):
-                start = cuts[stage] + from_place - window
+                start = places[stage, from_place]
                 if reachable[stage, from_place] == 0 or start >= stop or start < 0:
                     continue
                 row = _row_of(arrays, stages, known, stage, start, stop, room)
@@ -326,4 +350,4 @@ def _polish(
                 chosen[border] = path[border]
         bound = largest
     for stage in range(num_stages):
-        cuts[stage] += chosen[stage] - window
+        cuts[stage] = places[stage, chosen[stage]]

@@ -16,6 +16,7 @@ from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
 from searchers.base import Ledger, SearchResult, check_least
 from searchers.budget import Budget
+from searchers.degrees import largest_profiled
 from searchers.scores import Objective
 from simulator.compiled_cache import moment_s
 from simulator.problem import Problem
@@ -56,7 +57,7 @@ class AcesoDynamicProgram(EquationSearcher):
         granularity: Borders lie at multiples of this many operators.
         slack: A stage has at most this many times its GPUs' share of the operators.
         max_degree: Largest tensor or data degree; None for a node's.
-        max_microbatch: Largest aggregate microbatch.
+        max_microbatch: Largest aggregate microbatch; None for the largest that Aceso profiled on one GPU.
         max_stages: Deepest pipeline.
         compat, recompute: As in ``Aceso``.
         objective, keep: As every searcher.
@@ -71,7 +72,7 @@ class AcesoDynamicProgram(EquationSearcher):
         granularity: int = 1,
         slack: float = 2.0,
         max_degree: int | None = None,
-        max_microbatch: int = 8,
+        max_microbatch: int | None = None,
         max_stages: int = 16,
         compat: str = "paper",
         recompute: str = "cheapest",
@@ -103,7 +104,7 @@ class AcesoDynamicProgram(EquationSearcher):
         model = self.model(problem)
         microbatches = [
             size
-            for size in powers_of_two(self.max_microbatch)
+            for size in powers_of_two(self.max_microbatch or largest_profiled(problem.workload))
             if problem.global_batch % size == 0
         ]
         for microbatch in microbatches:

@@ -6,6 +6,7 @@ from searchers.aceso.configuration import from_plan
 from searchers.aceso.model import PerformanceModel
 from searchers.aceso.prices import Price
 from searchers.base import Searcher
+from searchers.degrees import largest_profiled
 from searchers.scores import Objective, Score
 from simulator.costs import cost_tables
 from simulator.plan import Plan
@@ -21,7 +22,7 @@ class EquationSearcher(Searcher):
     """
 
     def __init__(
-        self, *, compat: str, recompute: str, largest_samples: int = 8, objective: str | Objective, keep: int
+        self, *, compat: str, recompute: str, largest_samples: int | None = None, objective: str | Objective, keep: int
     ) -> None:
         super().__init__(objective=objective, keep=keep)
         self.compat = compat
@@ -38,7 +39,7 @@ class EquationSearcher(Searcher):
         if self._known is None or self._known[0] is not problem:
             made = PerformanceModel.of(
                 problem, cost_tables(problem), compat=self.compat, recompute=self.recompute,
-                samples=self.largest_samples,
+                samples=self.largest_samples or largest_profiled(problem.workload),
             )  # fmt: skip
             self._known = (problem, made)
         return self._known[1]

@@ -30,6 +30,7 @@ from searchers.aceso.arrays import (
 )
 from searchers.aceso.border_kernels import CELLS, GPUS, OPERATORS, Known, nothing_known
 from searchers.aceso.configuration import Configuration, StageChoice, prefix_gpus, to_plan
+from searchers.aceso.narrow_borders import narrow_borders
 from searchers.aceso.operator_columns import tied_operators
 from searchers.aceso.prices import Price, StagePrice
 from searchers.aceso.release_tables import release_arrays
@@ -75,6 +76,7 @@ class PerformanceModel:
         self.is_large = self.num_operators > LARGE
         if self.is_large and self.order == CHEAPEST:
             self.order = WORTH_FIRST
+        self.narrow = narrow_borders(problem.workload)
         cluster = problem.hardware.cluster
         self.num_devices = problem.num_devices
         self.per_node = min(cluster.devices_per_node, problem.num_devices)

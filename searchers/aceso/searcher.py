@@ -56,7 +56,8 @@ class Aceso(EquationSearcher):
         iteration_evaluations: After so many evaluations an iteration counts as failed; None for no limit (the paper).
         fine_tunes: Tune degrees and partitions inside stages.
         breadth: Argument choices of one primitive priced in full.
-        largest_samples: Largest samples per GPU and microbatch (the paper's model).
+        largest_samples: Largest samples per GPU and microbatch (the paper's model); None for the largest that Aceso
+            profiled: 8 of text, 64 of images.
         stage_counts: Pipeline depths; all by default.
         races: Drop the worse half of the stage counts round by round.
         judge: The best so many plans are simulated, and the fastest comes first; where none of them fits there, so are
@@ -84,7 +85,7 @@ class Aceso(EquationSearcher):
         iteration_evaluations: int | None = 120,
         fine_tunes: bool = True,
         breadth: int = 3,
-        largest_samples: int = 8,
+        largest_samples: int | None = None,
         stage_counts: tuple[int, ...] | None = None,
         races: bool = True,
         judge: int = 3,

@@ -32,5 +32,5 @@ def warm_up() -> None:
     figures, flags = np.zeros(NUM_FIGURES), np.zeros(2, np.uint8)
     stage_figures(arrays, cells, 0, 2, 1, 1, 0, 1e9, 3, flags, figures)
     stages = Stages(cells, ones, ones, ones, 1e9, 3)
-    balanced_cuts(arrays, stages, nothing_known(), 1.0, np.array([0, 1, 2], np.int32), 1)
+    balanced_cuts(arrays, stages, nothing_known(), 1.0, np.array([0, 1, 2], np.int32), 1, np.array([2], np.int32))
     price_stops(arrays, cells, 0, np.array([1, 2], np.int32), 1, 1, 0, 1e9, 3, np.zeros(2), np.zeros(2))

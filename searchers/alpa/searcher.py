@@ -23,6 +23,7 @@ from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
+from searchers.degrees import microbatch_sizes
 from searchers.scores import Objective
 from simulator.costs import cost_tables
 from simulator.problem import Problem
@@ -41,7 +42,8 @@ class Alpa(Searcher):
     Args:
         num_layers: Layers that operators are clustered into; None for one per repeated layer, 16 at most, and as few
             as have three matmuls each; ``"model"`` for the model's own layers, embedding and head included.
-        min_microbatch, max_microbatch: Microbatches over a whole mesh, in samples; powers of two between.
+        min_microbatch, max_microbatch: Microbatches over a whole mesh, in samples; divisors of the batch between.
+        powers_of_two: Of these only powers of two.
         recompute: Rematerialisation: off, on, in the order tried.
         zero: Whole-model choice between replicated (0) and sharded (2) model states.
         submesh_space: ``power_of_two`` numbers of nodes, as its benchmark suites, or ``all``.
@@ -65,6 +67,7 @@ class Alpa(Searcher):
         num_layers: int | Literal["model"] | None = None,
         min_microbatch: int = 1,
         max_microbatch: int = 64,
+        powers_of_two: bool = False,
         recompute: tuple[bool, ...] = (True, False),
         zero: tuple[int, ...] = (0, 2),
         submesh_space: SubmeshSpace = "power_of_two",
@@ -95,6 +98,7 @@ class Alpa(Searcher):
         self.num_layers = num_layers
         self.min_microbatch = min_microbatch
         self.max_microbatch = max_microbatch
+        self.powers_of_two = powers_of_two
         self.solver: Solver = solver
         self.stage_oracle = stage_oracle
         self.relative_noise = relative_noise
@@ -190,16 +194,17 @@ class Alpa(Searcher):
         return [list(logical_meshes(submesh)) for submesh in submeshes(cluster_, self.submesh_space)]
 
     def grid(self, problem: Problem) -> Iterator[tuple[int, IntraOpOptions]]:
-        """Yield the outer grid: microbatch sizes (powers of two) and rematerialisation."""
-        microbatch = self.min_microbatch
-        while microbatch <= min(self.max_microbatch, problem.global_batch):
-            if problem.global_batch % microbatch == 0:
+        """Yield the outer grid: microbatch sizes that divide the batch, and rematerialisation."""
+        sizes = microbatch_sizes(
+            problem.global_batch, largest=self.max_microbatch, powers_of_two=self.powers_of_two
+        )
+        for microbatch in sizes:
+            if microbatch >= self.min_microbatch:
                 for recompute in self.recompute:
                     yield (
                         microbatch,
                         IntraOpOptions(recompute, self.counts_computation, self.free_axes, self.min_samples),
                     )
-            microbatch *= 2
 
     def oracle(self, model: CostModelOracle, seed: int) -> Oracle:
         """Return what answers for stages."""

@@ -125,7 +125,10 @@ def strategies(
     [42, 18, 6, 2]
     """
     if num_devices < 1 or num_devices & (num_devices - 1):
-        raise ValueError(f"devices of a stage must be a power of two, got {num_devices}")
+        raise ValueError(
+            f"devices of a stage must be a power of two, got {num_devices}: Galvatron's trees split by two; take a "
+            "cluster of 2, 4, 8, ... GPUs or another searcher"
+        )
     unknown = [kind for kind in kinds if kind not in LEVELS]
     if unknown:
         raise ValueError(f"kinds must be of {', '.join(LEVELS)}, got {unknown[0]!r}")

@@ -51,6 +51,7 @@ def alpa_columns(setting: Setting, problem: Problem, aceso: SimulationResult) ->
     searcher = Alpa(
         min_microbatch=smallest,
         max_microbatch=largest,
+        powers_of_two=True,
         min_samples=MIN_SAMPLES[setting.family],
         recompute=(True, False),
         zero=(0, 2),

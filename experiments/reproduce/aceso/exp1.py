@@ -59,7 +59,11 @@ def best_simulated(
 def grid_of(problem: Problem, samples: int, searcher: Aceso) -> tuple[RankedPlan, ...]:
     """Return the best plans of Megatron-LM's grid by Aceso's performance model, as the paper picks them."""
     grid = MegatronGrid(
-        max_microbatch=samples, recompute=("none", "full"), objective=searcher.paper_objective, keep=KEPT
+        max_microbatch=samples,
+        powers_of_two=True,
+        recompute=("none", "full"),
+        objective=searcher.paper_objective,
+        keep=KEPT,
     )
     return grid.search(problem).plans
 

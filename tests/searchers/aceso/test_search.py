@@ -16,6 +16,7 @@ from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.initial import INITIALS, initial_configuration
 from searchers.aceso.model import PerformanceModel, Price
 from searchers.aceso.multihop import Limits, SearchOptions, StageCountSearch
+from searchers.aceso.narrow_borders import narrow_borders
 from searchers.aceso.searcher import Aceso
 from searchers.base import LOWERED_BUDGETS, NoFeasiblePlan
 from searchers.budget import Budget
@@ -128,6 +129,26 @@ def test_the_search_reaches_the_dynamic_programs_optimum_with_a_hundredth_of_its
     found = Aceso(fine_tunes=False, judge=0).search(problem, Budget(evaluations=60))
     assert found.plans[0].objective <= optimum.plans[0].objective * 1.01
     assert found.counters["evaluations"] <= 0.01 * optimum.counters["explored"]
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch"), [
+    ("gpt3-350m", "v100-1gpu-10g:4x1", 32),
+    ("bert-large", "v100-1gpu-10g:8x1", 64),
+])  # fmt: skip
+def test_over_slow_links_borders_reach_the_dynamic_programs(model: str, cluster: str, batch: int) -> None:
+    """Only borders that few bytes cross are good ones there, and the next of them is beyond the window."""
+    problem = ProblemSpec(model=model, cluster=cluster, runtime="megatron-lm-2021", global_batch=batch).load()
+    optimum = AcesoDynamicProgram().search(problem).plans[0].objective
+    found = Aceso(judge=0).search(problem, Budget(evaluations=200)).plans[0].objective
+    assert found <= optimum * (1 + 1e-9)
+
+
+def test_narrow_borders_are_those_that_residuals_alone_cross() -> None:
+    workload = tiny_problem(1, 4).workload
+    narrow = narrow_borders(workload)
+    behind = [workload.operators[index].name for index in narrow if index < len(workload)]
+    assert {f"layer{layer}.norm_{number}" for layer in (1, 2) for number in (1, 2)} <= set(behind)
+    assert not any("attention" in name or "mlp" in name for name in behind)
 
 
 def test_the_dynamic_program_is_never_beaten_by_any_uniform_configuration_of_two_stages() -> None:
