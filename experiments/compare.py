@@ -21,6 +21,7 @@ from experiments.interrupts import one_interrupt
 from experiments.judged import first_that_fits
 from experiments.late import told_when_late
 from experiments.progress import LATE
+from experiments.statuses import STATUSES
 from searchers.base import NoFeasiblePlan, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
@@ -55,11 +56,9 @@ COLUMNS = (
     "reason",
 )
 """Columns of the table. ``objective_s`` is what the searcher predicted, ``iteration_time_s`` what the
-simulator says. ``status`` is ``ok``, ``out of memory`` (simulated) or ``no plan``; then see ``reason``."""
+simulator says. ``status`` is one of `experiments.statuses`; where it is not ``ok``, see ``reason``."""
 
 _INTEGERS = ("peak_reserved_bytes", "capacity_bytes", "evaluations")
-
-_ORDER = {"ok": 0, "out of memory": 1, "no plan": 2}
 
 Listener = Callable[[str, str, int | None], None]
 """Called with searcher, state (``searching``, ``late``, ``simulating``, ``done``, ``kept``) and tasks done or None;
@@ -177,7 +176,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
     def key(row: dict[str, Any]) -> tuple[int, float, str]:
-        return _ORDER[row["status"]], row.get("iteration_time_s") or float("inf"), row["searcher"]
+        return STATUSES.index(row["status"]), row.get("iteration_time_s") or float("inf"), row["searcher"]
 
     ordered = [{column: row.get(column) for column in COLUMNS} for row in sorted(rows, key=key)]
     table = pd.DataFrame(ordered, columns=list(COLUMNS))
@@ -204,11 +203,11 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
             searcher = searcher_named(name, objective=inputs.objective)
             found = checked_search(searcher, problem, inputs.budget, inputs.seed)
     except NoFeasiblePlan as error:
-        return _without_plan(name, error, started_s)
-    except ValueError as error:  # the searcher does not apply to this problem; others may
-        return _without_plan(name, error, started_s)
+        return _without_plan(name, "no plan", error, started_s)
+    except ValueError as error:  # others may apply
+        return _without_plan(name, "not applicable", error, started_s)
     except Exception as error:  # a searcher's own mistake must not end the others
-        return _without_plan(name, ValueError(f"the searcher raised {raised(error, name)}"), started_s)
+        return _without_plan(name, "failed", ValueError(f"the searcher raised {raised(error, name)}"), started_s)
     judged = first_that_fits(
         found, problem, fidelity, inputs.engine, lambda num_tasks: tell(name, "simulating", num_tasks)
     )
@@ -217,10 +216,10 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     return _Judged(row, history, dict(found.counters), judged.plan, judged.result)
 
 
-def _without_plan(name: str, error: ValueError, started_s: float) -> _Judged:
+def _without_plan(name: str, status: str, error: ValueError, started_s: float) -> _Judged:
     row = {
         "searcher": name,
-        "status": "no plan",
+        "status": status,
         "search_s": moment_s() - started_s,
         "reason": str(error).removeprefix(f"{name}: "),
     }

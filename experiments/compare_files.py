@@ -164,7 +164,10 @@ class ComparisonFolder:
         write_text_atomically(self.path / "history.csv", "\n".join(lines) + "\n")
         plot_throughput(table, self.path / "throughput.png", title=title)
         objective = str(self._inputs.get("objective", "paper"))
-        plot_convergence(histories, self.path / "convergence.png", title=title, objective=objective)
+        misfits = set(table["searcher"][table["status"] == "out of memory"])
+        plot_convergence(
+            histories, self.path / "convergence.png", title=title, objective=objective, misfits=misfits
+        )
 
     def _record(self, searcher: str) -> Path:
         return self.path / "rows" / f"{file_name(searcher)}.json"

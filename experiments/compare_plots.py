@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
+from experiments.statuses import SIMULATED
 from simulator.reports.figures import log_ticks
 from simulator.result import format_s
 
@@ -43,11 +44,11 @@ def plot_throughput(table: pd.DataFrame, path: Path, *, title: str) -> None:
     figure, (speed, memory) = _figure(1, 2, width=12.5, height=1.9 + 0.62 * num_rows, ratios=(1.5, 1.0))
     rows: list[dict[Any, Any]] = table.to_dict("records")
     fastest = max((row["samples_per_s"] for row in rows if row["status"] == "ok"), default=0.0)
-    largest = max((row["samples_per_s"] or 0.0 for row in rows if row["status"] != "no plan"), default=1.0)
+    largest = max((row["samples_per_s"] for row in rows if row["status"] in SIMULATED), default=1.0)
     for place, row in enumerate(rows):
-        if row["status"] == "no plan":
-            reason = _shorten(str(row["reason"]), 118)
-            _write(speed, 0.01 * largest, place, f"no plan: {reason}", color=MUTED, style="italic", size=9)
+        if row["status"] not in SIMULATED:
+            reason = _shorten(f"{row['status']}: {row['reason']}", 118)
+            _write(speed, 0.01 * largest, place, reason, color=MUTED, style="italic", size=9)
             continue
         _draw_speed(speed, place, row, fastest, largest)
         _draw_memory(memory, place, row)
@@ -100,7 +101,12 @@ def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def plot_convergence(
-    histories: Mapping[str, Sequence[tuple[float, int, float]]], path: Path, *, title: str, objective: str = "paper"
+    histories: Mapping[str, Sequence[tuple[float, int, float]]],
+    path: Path,
+    *,
+    title: str,
+    objective: str = "paper",
+    misfits: Collection[str] = (),
 ) -> None:
     """Draw the best objective that each searcher had found over time.
 
@@ -109,6 +115,7 @@ def plot_convergence(
         path: PNG to write.
         title: The problem, in words.
         objective: What searchers minimised: ``paper`` (each its own estimate) or ``simulator``.
+        misfits: Searchers whose plans do not fit when simulated: dashed.
     """
     figure, (axes,) = _figure(1, 1, width=9.0, height=5.2)
     shown = {searcher: entries for searcher, entries in histories.items() if entries}
@@ -126,10 +133,12 @@ def plot_convergence(
             linewidth=1.0,
             alpha=0.35,
         )
-        axes.step(times_ms, best, where="post", color=color, linewidth=2.4)
+        style = "--" if searcher in misfits else "-"
+        axes.step(times_ms, best, where="post", color=color, linewidth=2.4, linestyle=style)
         axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
         evaluations = counted(entries[-1][1], "evaluation")
-        labels.append((best[-1], f"{searcher}  {three_digits(best[-1])} s, {evaluations}", color))
+        told = f"{searcher}  {three_digits(best[-1])} s, {evaluations}"
+        labels.append((best[-1], f"{told}, does not fit" if searcher in misfits else told, color))
     axes.set_xscale("log")
     axes.set_xlabel("search time, ms")
     judge = "simulated" if objective == "simulator" else "each searcher's own estimate"

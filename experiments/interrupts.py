@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of shells (128 and the signal's number)."""
+SOON_S = 0.02
+"""Until an interrupt that was lost is raised again: the callback that it fell into has ended by then."""
 
 
 def end_at_interrupt() -> None:
@@ -21,9 +25,20 @@ def end_at_interrupt() -> None:
 
 
 def raise_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
+    """Let Ctrl-C raise KeyboardInterrupt again, and once more where it falls into what drops exceptions.
+
+    Python reports and drops those of weak references' callbacks and of ``__del__``.
+    """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = _raised_again
+
+
+def _raised_again(dropped: sys.UnraisableHookArgs) -> None:
+    if isinstance(dropped.exc_value, KeyboardInterrupt):
+        threading.Timer(SOON_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _end(number: int, frame: object) -> None:

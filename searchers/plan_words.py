@@ -59,8 +59,10 @@ def describe_plan(plan: Plan, workload: Workload | None = None) -> str:
         words.append("1 device")
     if not plan.reshard_after_forward and any(zero == 3 for _, _, zero in degrees):
         words.append("parameters stay gathered")
-    if any(_is_mixed(stage) for stage in plan.stages):
+    if any(len(_layouts(stage)) > 1 for stage in plan.stages):
         words.append("mixed by operator")
+    elif any(len(_zero_levels(stage)) > 1 for stage in plan.stages):
+        words.append("ZeRO mixed by operator")
     if len(plan.stages) > num_ranks:
         words.append(f"{len(plan.stages) // num_ranks} chunks")
     last = plan.last_microbatch_size
@@ -84,9 +86,14 @@ def stage_degrees(stage: Stage) -> tuple[int, int, int]:
     return max(counts, key=lambda degrees: counts[degrees])
 
 
-def _is_mixed(stage: Stage) -> bool:
-    """Return whether operators of a stage lie differently over its devices."""
-    return len({tuple((axis.split == "batch", axis.size) for axis in _merged(axes)) for _, axes in stage.shardings}) > 1
+def _layouts(stage: Stage) -> set[tuple[tuple[bool, int], ...]]:
+    """Return how operators of a stage lie over its devices."""
+    return {tuple((axis.split == "batch", axis.size) for axis in _merged(axes)) for _, axes in stage.shardings}
+
+
+def _zero_levels(stage: Stage) -> set[int]:
+    """Return how far operators of a stage shard their states."""
+    return {max((axis.zero for axis in _merged(axes)), default=0) for _, axes in stage.shardings}
 
 
 def _merged(sharding: Sharding) -> Sharding:

@@ -33,6 +33,7 @@ from experiments.console import (
     whole_cell,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
+from experiments.statuses import SIMULATED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,8 +128,8 @@ def _show(found: pd.DataFrame, title: str) -> None:
 
 def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
     search_s = f"{row['search_s']:.2f}"
-    if row["status"] == "no plan":
-        return (row["searcher"], "-", "-", "-", "-", "-", search_s, f"no plan: {row['reason']}")
+    if row["status"] not in SIMULATED:
+        return (row["searcher"], "-", "-", "-", "-", "-", search_s, f"{row['status']}: {row['reason']}")
     words = row["plan"]
     if row["status"] != "ok":
         words = f"OUT OF MEMORY: {words}"

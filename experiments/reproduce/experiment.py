@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,12 @@ class Context:
         if self.data is None or not (self.data / relative).exists():
             raise ValueError(f"this experiment needs {relative}; give the folder that has it with --data DIR")
         return self.data / relative
+
+
+QUICK = (
+    "This is a quick run (--quick), of a part of the whole: criteria and what is said to be shown are the whole's; run "
+    "without it for figures to compare or to publish."
+)
 
 
 @dataclass(frozen=True)
@@ -113,4 +119,4 @@ class Experiment:
         module, _, function = self.run.partition(":")
         with rc_context({"axes.prop_cycle": cycler(color=CYCLE)}):
             report: Report = getattr(importlib.import_module(module), function)(context)
-        return report
+        return replace(report, notes=(QUICK, *report.notes)) if context.quick else report

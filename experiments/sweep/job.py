@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from searchers.budget import Budget
     from simulator.problem import Problem, ProblemSpec
 
-STATUSES = ("ok", "out of memory", "no plan", "not applicable", "failed")
-"""``out of memory``: a plan was found, but does not fit when simulated. ``no plan``: the searcher found none
-that fits. ``not applicable``: it refused the problem. ``failed``: an error, or the process died."""
-
 
 class OtherCodeError(ValueError):
     """A worker runs other code, or sees other files, than the process that started the sweep."""
@@ -118,7 +114,7 @@ class Outcome:
     """What one run leaves behind.
 
     Attributes:
-        row: Results for the table; ``status`` is one of STATUSES.
+        row: Results for the table; ``status`` is one of `experiments.statuses`.
         details: Counters, history, summary, error with traceback, where and how long it ran.
         plan: The plan file's text; None without a plan.
     """

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.statuses import STATUSES
 from experiments.sweep.files import SweepFolder, table_of
-from experiments.sweep.job import STATUSES, Run
+from experiments.sweep.job import Run
 from experiments.sweep.spec import SweepSpec, load_sweep
 from experiments.sweep.workers import DaskWorkers, LocalWorkers, Waiting, Workers, outcomes
 

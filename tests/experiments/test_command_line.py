@@ -257,9 +257,9 @@ def test_compare_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, out, error = run(capsys, *arguments, "-o", tmp_path / "out")
     assert code == 0, error
     assert "dp 2" in out
-    assert "no plan: deepspeed-3d" in out
+    assert "not applicable: deepspeed-3d" in out
     rows = json.loads(run(capsys, *arguments, "--json")[1])
-    assert {row["searcher"]: row["status"] for row in rows} == {"ddp": "ok", "deepspeed-3d": "no plan"}
+    assert {row["searcher"]: row["status"] for row in rows} == {"ddp": "ok", "deepspeed-3d": "not applicable"}
 
 
 @pytest.mark.parametrize(

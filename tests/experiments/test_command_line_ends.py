@@ -287,6 +287,28 @@ def test_an_ignored_interrupt_stays_ignored_and_a_command_that_runs_raises_it() 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_an_interrupt_that_falls_into_a_callback_is_raised_again() -> None:
+    """Python drops what is raised there, and the command would run on."""
+    code = """
+import time
+from experiments.interrupts import end_at_interrupt, raise_interrupts
+
+class Ending:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+end_at_interrupt()
+raise_interrupts()
+try:
+    Ending()
+    time.sleep(20)
+except KeyboardInterrupt:
+    raise SystemExit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [

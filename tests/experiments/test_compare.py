@@ -47,7 +47,7 @@ def test_the_table_has_a_row_per_searcher_fastest_first(table: pd.DataFrame) -> 
 
 def test_a_searcher_without_a_plan_is_a_row_with_the_reason(table: pd.DataFrame) -> None:
     row = table[table["searcher"] == "deepspeed-3d"].iloc[0]
-    assert row["status"] == "no plan"
+    assert row["status"] == "not applicable"
     assert "multiple of 4 devices, got 2" in row["reason"]
 
 
@@ -257,7 +257,7 @@ class Mine(CandidateSearcher):
 """
     (tmp_path / "mine.py").write_text(text)
     found = compare(SPEC, (f"{tmp_path}/mine.py:Mine", "ddp"), budget=BUDGET)
-    assert list(found["status"]) == ["ok", "no plan"]
+    assert list(found["status"]) == ["ok", "failed"]
     reason = found["reason"].iloc[1]
     assert "raised IndexError: pop from empty list" in reason and "line 10, in candidates" in reason
 
@@ -274,6 +274,15 @@ def test_the_convergence_says_whose_seconds_it_shows(tmp_path: Path, monkeypatch
     assert [text.get_text() for text in paper.texts] == ["mine  0.0512 s, 1 evaluation"]
     assert paper.get_ylabel().endswith("(each searcher's own estimate)")
     assert simulated.get_ylabel().endswith("(simulated)")
+
+
+def test_the_convergence_says_which_plans_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(compare_plots, "_save", lambda figure, path: drawn.append(figure))
+    histories = {"mine": [(0.1, 1, 1.0)], "theirs": [(0.1, 1, 2.0)]}
+    compare_plots.plot_convergence(histories, tmp_path / "x.png", title="", misfits={"mine"})
+    words = [text.get_text() for text in drawn[0].axes[0].texts]
+    assert words == ["mine  1.00 s, 1 evaluation, does not fit", "theirs  2.00 s, 1 evaluation"]
 
 
 def test_rates_beside_the_bars_have_as_many_digits(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.reproduce import registry
-from experiments.reproduce.experiment import Context, Experiment, Report, Verdict
+from experiments.reproduce.experiment import QUICK, Context, Experiment, Report, Verdict
 
 CALLS: list[Context] = []
 
@@ -69,7 +69,9 @@ def test_a_report_is_written_with_tables_figures_and_verdicts(tmp_path: Path) ->
     assert "data:image/png;base64," in html and "http:" not in html and "https:" not in html
     assert "&lt;b&gt;" in html and "<b>" not in html  # what comes from outside is escaped
     assert "a\\|b" in (folder / "report.md").read_text()
-    assert json.loads((folder / "report.json").read_text())["tables"]["cells"][1]["ours_s"] is None
+    report = json.loads((folder / "report.json").read_text())
+    assert report["tables"]["cells"][1]["ours_s"] is None
+    assert report["notes"][0] == QUICK and QUICK in (folder / "report.md").read_text()
 
 
 @pytest.mark.usefixtures("experiments")

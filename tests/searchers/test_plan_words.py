@@ -36,6 +36,15 @@ def test_uneven_pipelines_say_how_many_layers_each_stage_has(problem: Problem) -
     assert describe_plan(cut(even, middle), problem.workload) == "pp 2, layers 2.5|1.5, microbatch 1 x 16"
 
 
+def test_a_plan_whose_layers_are_sharded_unlike_says_so(problem: Problem) -> None:
+    plan = uniform_plan(problem, dp=4, zero=3)
+    count = len(problem.workload)
+    shardings = ((count - 5, (Axis("batch", 4, 3),)), (5, (Axis("batch", 4),)))
+    unlike = replace(plan, stages=(replace(plan.stages[0], shardings=shardings),))
+    assert describe_plan(plan) == "dp 4 ZeRO-3, microbatch 4 x 4"
+    assert describe_plan(unlike) == "dp 4 ZeRO-3, ZeRO mixed by operator, microbatch 4 x 4"
+
+
 def test_all_spellings_of_a_plan_have_the_same_words(problem: Problem) -> None:
     plan = uniform_plan(problem, pp=4)
     spellings = [(Axis("batch", 1, 3), Axis("tensor", 1)), (Axis("tensor", 1),), ()]

@@ -71,7 +71,7 @@ def run(context: Context) -> Report:
                 "failed trials do not fit",
                 "all of them, and at most two that ran are said not to fit",
                 f"{caught} of {len(failed)}, {alarms} false alarms",
-                bool(caught == len(failed) and alarms <= 2),
+                bool(caught == len(failed) and alarms <= 2) if len(failed) else None,
             ),
         ],
         notes=[

@@ -26,7 +26,10 @@ def new_figure(
 
 
 def throughput_bars(frame: pd.DataFrame) -> Figure:
-    """Return bars of every strategy, one panel per model; the paper's beside ours where there are any."""
+    """Return bars of every strategy, one panel per model; the paper's beside ours where there are any.
+
+    Hatched: what fits by the searcher's estimate, but not in the simulator.
+    """
     models = list(dict.fromkeys(frame["model"]))
     columns = min(2, len(models))
     figure, axes = new_figure(-(-len(models) // columns), columns, width=7.0)
@@ -37,6 +40,12 @@ def throughput_bars(frame: pd.DataFrame) -> Figure:
         shift, height = (0.2, 0.4) if printed else (0.0, 0.8)
         ours = own["samples_per_s"].fillna(0.0)
         place.barh(positions + shift, ours, height, color=OURS, label="ours (simulated)")
+        misfits = own["simulator_fits"].eq(False).to_numpy()
+        if misfits.any():
+            label = "ours, fits by its estimate alone, not when simulated"
+            bars = place.barh((positions + shift)[misfits], ours[misfits], height, color=OURS, label=label)
+            for bar in bars:
+                bar.set(edgecolor="white", hatch="///")
         if printed:
             place.barh(positions - shift, own["paper_samples_per_s"].fillna(0.0), height, color=PAPER, label="paper")
         place.set_yticks(positions, list(own["strategy"]), fontsize=7)
@@ -45,5 +54,10 @@ def throughput_bars(frame: pd.DataFrame) -> Figure:
         place.set_xlabel("samples/s (nothing: out of memory)", fontsize=8)
     for place in axes[len(models) :]:
         place.set_visible(False)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, fontsize=7, frameon=False)
+    shown = {
+        label: handle
+        for place in axes
+        for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(shown.values(), shown, loc="outside upper right", ncols=3, fontsize=7, frameon=False)
     return figure
