@@ -135,6 +135,8 @@ def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
         words = f"OUT OF MEMORY: {words}"
     if row["reason"]:
         words = f"{words} ({row['reason']})"
+    if row["budget_ended"]:
+        words = f"{words} (the budget ended the search)"
     return (
         row["searcher"],
         short_number(row["iteration_time_s"]),

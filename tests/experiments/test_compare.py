@@ -276,6 +276,15 @@ def test_the_convergence_says_whose_seconds_it_shows(tmp_path: Path, monkeypatch
     assert simulated.get_ylabel().endswith("(simulated)")
 
 
+def test_a_search_that_its_budget_ended_is_told_from_one_that_was_through() -> None:
+    ended = {}
+    for evaluations in (2, 1000):
+        found = compare(SPEC, ("megatron-grid", "deepspeed-3d"), budget=Budget(evaluations=evaluations))
+        ended[evaluations] = found.set_index("searcher")["budget_ended"].to_dict()
+    assert [each["megatron-grid"] for each in ended.values()] == [True, False]
+    assert ended[2]["deepspeed-3d"] is None
+
+
 def test_the_convergence_says_which_plans_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(compare_plots, "_save", lambda figure, path: drawn.append(figure))
