@@ -18,6 +18,7 @@ from searchers.alpa.searcher import CAPACITY_STEPS
 from searchers.alpa.strategy_graph import StrategyGraph
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
+from searchers.degrees import microbatch_sizes
 from searchers.scores import Objective
 from simulator.costs import cost_tables
 from simulator.plan import Plan, Stage, run_lengths
@@ -66,11 +67,10 @@ class FlexFlowMcmc(Searcher):
         """Walk for every microbatch size, from data parallelism where that is legal."""
         ledger = Ledger(self, problem, budget or Budget(), seed)
         random = np.random.default_rng(seed)
-        microbatch = 1
-        while microbatch <= min(self.max_microbatch, problem.global_batch) and not ledger.spent:
-            if problem.global_batch % microbatch == 0:
-                self._walk(ledger, microbatch, random)
-            microbatch *= 2
+        for microbatch in microbatch_sizes(problem.global_batch, largest=self.max_microbatch):
+            if ledger.spent:
+                break
+            self._walk(ledger, microbatch, random)
         return ledger.result()
 
     def _walk(self, ledger: Ledger, microbatch: int, random: np.random.Generator) -> None:

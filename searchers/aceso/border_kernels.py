@@ -34,7 +34,7 @@ A cluster file has at most 1,024 GPUs a node, and a search 16 stages.
 SPREAD = -7046029254386353131
 """An odd number near 2**64 / 1.618, as 64 bits with sign: neighbouring keys end up far apart (Knuth, volume 3, 6.4)."""
 NARROW = 3
-"""Narrow borders on either side of one that it may move to: a layer has at most three."""
+"""Narrow borders on either side of one that it may move to: a transformer layer has at most three."""
 TIME, STEADY, SYNC, BYTES = range(4)
 
 

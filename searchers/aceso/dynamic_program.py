@@ -16,7 +16,7 @@ from searchers.aceso.stage_kernels import price_stops
 from searchers.aceso.tables import powers_of_two
 from searchers.base import Ledger, SearchResult, check_least
 from searchers.budget import Budget
-from searchers.degrees import largest_profiled
+from searchers.degrees import largest_profiled, microbatch_sizes
 from searchers.scores import Objective
 from simulator.compiled_cache import moment_s
 from simulator.problem import Problem
@@ -102,12 +102,8 @@ class AcesoDynamicProgram(EquationSearcher):
         """
         ledger = Ledger(self, problem, budget or Budget(), seed)
         model = self.model(problem)
-        microbatches = [
-            size
-            for size in powers_of_two(self.max_microbatch or largest_profiled(problem.workload))
-            if problem.global_batch % size == 0
-        ]
-        for microbatch in microbatches:
+        largest = self.max_microbatch or largest_profiled(problem.workload)
+        for microbatch in microbatch_sizes(problem.global_batch, largest=largest, powers_of_two=True):
             if ledger.spent:
                 break
             program = _Program(self, model, microbatch, ledger)

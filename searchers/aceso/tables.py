@@ -23,6 +23,7 @@ from searchers.aceso.arrays import (
 )
 from searchers.aceso.links import KNOTS_BYTES, latency_and_slope, per_node_of, transfer_seconds
 from searchers.aceso.operator_columns import fill, fill_tied, operator_classes, reach, tensor_spans, tied_before
+from searchers.degrees import microbatch_sizes
 from simulator.costs import CostTables
 from simulator.plan import Axis
 from simulator.problem import Problem
@@ -117,7 +118,7 @@ def cost_arrays(problem: Problem, costs: CostTables, largest_samples: int = 8) -
     workload = problem.workload
     per_node = per_node_of(problem)
     degrees = powers_of_two(per_node)
-    samples = tuple(size for size in powers_of_two(largest_samples) if problem.global_batch % size == 0)
+    samples = tuple(microbatch_sizes(problem.global_batch, largest=largest_samples, powers_of_two=True))
     flexible = np.array([op.kind == "conv2d" and op.tensor_split != op.alternative_split for op in workload.operators])
     space = Space(degrees, samples, 2 if flexible.any() else 1, flexible)
     columns = np.full((space.num_cells, NUM_COLUMNS, len(workload)), np.inf)

@@ -8,6 +8,8 @@ import pytest
 
 from searchers.aceso.searcher import Aceso
 from searchers.alpa.searcher import Alpa
+from searchers.base import Searcher
+from searchers.mcmc import FlexFlowMcmc
 from searchers.megatron_grid import MegatronGrid
 from searchers.pure import FullyShardedDataParallel
 from searchers.scores import Score
@@ -16,7 +18,7 @@ from simulator.problem import Problem, ProblemSpec
 from tests.searchers.tiny import tiny_problem
 
 
-def _samples_tried(searcher: type[MegatronGrid | Alpa], problem: Problem, **options: Any) -> set[int]:
+def _samples_tried(searcher: type[Searcher], problem: Problem, **options: Any) -> set[int]:
     """Return the samples of a microbatch over all replicas of plans that a searcher scores."""
     seen = set()
 
@@ -33,6 +35,11 @@ def test_all_that_divide_the_batch_are_tried(searcher: type[MegatronGrid | Alpa]
     problem = tiny_problem(1, 24)
     assert _samples_tried(searcher, problem, max_microbatch=12) == {1, 2, 3, 4, 6, 8, 12}
     assert _samples_tried(searcher, problem, max_microbatch=12, powers_of_two=True) == {1, 2, 4, 8}
+
+
+def test_so_they_are_by_flexflows_walk() -> None:
+    tried = _samples_tried(FlexFlowMcmc, tiny_problem(1, 24), max_microbatch=12, steps=2)
+    assert tried == {1, 2, 3, 4, 6, 8, 12}
 
 
 def test_a_pure_strategy_takes_its_whole_batch_at_once_where_that_is_no_power_of_two() -> None:
