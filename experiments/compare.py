@@ -22,7 +22,7 @@ from experiments.judged import first_that_fits
 from experiments.late import told_when_late
 from experiments.progress import LATE
 from experiments.statuses import STATUSES
-from searchers.base import NoFeasiblePlan, SearchResult, check_objective
+from searchers.base import NoFeasiblePlan, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
@@ -213,14 +213,9 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     judged = first_that_fits(
         found, problem, fidelity, inputs.engine, lambda num_tasks: tell(name, "simulating", num_tasks)
     )
-    row = {"searcher": name, **judged.row(found), "budget_ended": _ended(inputs.budget, found)}
+    row = {"searcher": name, **judged.row(found, inputs.budget)}
     history = [(entry.wall_s, entry.evaluations, entry.best_objective) for entry in found.history]
     return _Judged(row, history, dict(found.counters), judged.plan, judged.result)
-
-
-def _ended(budget: Budget, found: SearchResult) -> bool:
-    in_time = budget.seconds is None or found.wall_s < budget.seconds
-    return not in_time or (budget.evaluations is not None and found.counters["evaluations"] >= budget.evaluations)
 
 
 def _without_plan(name: str, status: str, error: ValueError, started_s: float) -> _Judged:

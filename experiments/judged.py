@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from datafiles.words import counted
 from searchers.base import SearchResult
+from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from simulator.costs import cost_tables
 from simulator.fidelity import Fidelity
@@ -44,8 +46,8 @@ class Judged:
         """Memory of the device that is nearest to its capacity, or furthest beyond."""
         return max(self.result.memory, key=lambda memory: memory.peak_reserved_bytes - memory.capacity_bytes)
 
-    def row(self, found: SearchResult) -> dict[str, Any]:
-        """Return the columns that every table of searches has, of the search that this came from."""
+    def row(self, found: SearchResult, budget: Budget) -> dict[str, Any]:
+        """Return the columns that every table of searches has, of the search that this came from and its budget."""
         result, tightest = self.result, self.tightest
         return {
             "status": "ok" if result.fits else "out of memory",
@@ -58,6 +60,7 @@ class Judged:
             "objective_s": self.objective,
             "search_s": found.wall_s,
             "evaluations": found.counters["evaluations"],
+            "budget_ended": _ended(budget, found),
             "simulate_s": self.simulate_s,
             "plan": describe_plan(self.plan, self.workload),
             "reason": self.reason,
@@ -93,5 +96,10 @@ def first_that_fits(
             seconds = time.perf_counter() - started_s
             return Judged(problem.workload, ranked.plan, ranked.objective, result, reason, seconds)
     assert best is not None, "a search result has at least one plan"
-    reason = f"DOES NOT FIT, and no other plan of the search does (of {len(found.plans)})"
+    reason = f"of the search's {counted(len(found.plans), 'plan')} none fits"
     return Judged(problem.workload, *best, reason, time.perf_counter() - started_s)
+
+
+def _ended(budget: Budget, found: SearchResult) -> bool:
+    in_time = budget.seconds is None or found.wall_s < budget.seconds
+    return not in_time or (budget.evaluations is not None and found.counters["evaluations"] >= budget.evaluations)

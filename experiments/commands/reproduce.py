@@ -37,7 +37,7 @@ def reproduce(
     data: Annotated[
         Path | None, typer.Option(help="Your copies of public measurement sets.", show_default=False)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A subset that takes seconds to a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A subset: seconds to two minutes.")] = False,
     workers: Annotated[int, typer.Option(help="Processes; 0 for all cores.", min=0)] = 0,
     seed: Seed = 0,
     searchers: Annotated[
@@ -52,6 +52,7 @@ def reproduce(
     Example: windtunnel reproduce mpe-counts -o out/reproduce
     """
     from experiments.cases.sources import data_folder
+    from experiments.interrupts import terminate_means_interrupt
     from experiments.progress import steps_progress
     from experiments.reproduce.experiment import Context
     from experiments.reproduce.registry import experiments_named
@@ -70,7 +71,7 @@ def reproduce(
         scratch = output / (experiment.shares or experiment.name) / PARTIAL
         for kept in (folder / PARTIAL, scratch):
             writable_folder(kept)
-        with steps_progress(experiment.name) as say:
+        with terminate_means_interrupt(), steps_progress(experiment.name) as say:
             context = Context(
                 data=folder_of_data,
                 scratch=scratch,

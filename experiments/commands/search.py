@@ -110,6 +110,7 @@ def search(
             raise ValueError(words) from error
     with simulation_progress("simulating what was found") as progress:
         judged = first_that_fits(found, problem, Fidelity(), "auto", lambda num_tasks: progress(num_tasks or 0))
+    row = judged.row(found, limit)
     show_notes(judged.result.notes)
     if output is not None:
         save_plan(output, spec, judged.plan, fingerprint=problem.workload.fingerprint)
@@ -120,6 +121,7 @@ def search(
                 "seed": found.seed,
                 "wall_s": found.wall_s,
                 "counters": dict(found.counters),
+                "budget_ended": row["budget_ended"],
                 "plans": [
                     {
                         "objective": ranked.objective,
@@ -129,7 +131,9 @@ def search(
                     for ranked in found.plans
                 ],
                 "simulated": {
-                    name: value for name, value in judged.row(found).items() if name not in ("search_s", "evaluations")
+                    name: value
+                    for name, value in row.items()
+                    if name not in ("search_s", "evaluations", "budget_ended")
                 },
                 "history": [
                     {
@@ -163,8 +167,10 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     console().print(f"{counters}; {found.wall_s:.2f} s", soft_wrap=True)
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
-    verdict = f"; {judged.reason}" if judged.reason else ""
-    console().print(f"simulated: {format_s(judged.result.iteration_time_s)}, {memory}{verdict}", markup=False)
+    simulated = [f"{format_s(judged.result.iteration_time_s)}, {memory}"]
+    if judged.reason:
+        simulated.append(judged.reason if judged.result.fits else f"DOES NOT FIT: {judged.reason}")
+    console().print(f"simulated: {'; '.join(simulated)}", markup=False)
     if output is not None:
         console().print(f"plan: {output}; next: windtunnel simulate {output}", markup=False, soft_wrap=True)
 

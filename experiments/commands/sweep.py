@@ -149,6 +149,8 @@ def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
     if row["status"] not in ("ok", "out of memory"):
         return (*shown, "-", "-", "-", "-", f"{row['status']}: {row['reason']}")
     words = f"{row['plan']} ({row['reason']})" if row["reason"] else row["plan"]
+    if row["budget_ended"] is True:
+        words = f"{words} (the budget ended the search)"
     return (
         *shown,
         short_number(row["iteration_time_s"]),

@@ -22,7 +22,7 @@ class Context:
     Attributes:
         data: Folder with a user's own copies of public measurement sets; None if there is none.
         scratch: Folder for partial results of long runs; the same folder when the experiment is run again.
-        quick: Run a subset that takes seconds to a minute, with the same code.
+        quick: Run a subset that takes seconds to two minutes, with the same code.
         workers: Processes that may run at once.
         seed: For whatever is random.
         searchers: A user's own searchers, ``path.py:Class``, for experiments that compare searchers.

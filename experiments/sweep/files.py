@@ -42,6 +42,7 @@ RESULTS = (
     "capacity_bytes",
     "objective_s",
     "evaluations",
+    "budget_ended",
     "plan",
     "reason",
 )

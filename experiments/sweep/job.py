@@ -209,7 +209,7 @@ def _judged(run: Run, spec: ProblemSpec, problem: Problem, found: SearchResult) 
         "notes": list(judged.result.notes),
     }
     text = dump_yaml(plan_document(spec, judged.plan, fingerprint=problem.workload.fingerprint))
-    return Outcome(judged.row(found), details, text)
+    return Outcome(judged.row(found, run.budget), details, text)
 
 
 def names_of(text: str) -> tuple[str, ...]:

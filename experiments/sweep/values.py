@@ -148,7 +148,8 @@ class ValueChecker:
             raise ValueError(f"must be like 28GiB, a number of bytes, or null for no limit, got {value!r}")
         if not isinstance(value, str) and value > 1 << 60:
             raise ValueError(f"must be at most 2**60 bytes, got {value:g}")
-        limit_bytes = parse_limit(value if isinstance(value, str) else f"{value:.0f}")
+        is_whole = isinstance(value, float) and value.is_integer()
+        limit_bytes = parse_limit(f"{value:.0f}" if is_whole else str(value))
         if limit_bytes > 1 << 60:
             raise ValueError(f"must be at most 2**60 bytes, got {value}")
         return Checked({"memory_limit_bytes": limit_bytes})

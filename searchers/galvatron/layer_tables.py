@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.galvatron.dynamic_programming import LayerTable
 from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.pipeline_costs import LayerCost, released_layer_bytes
 from searchers.galvatron.released_time import ReleasedTime
+from searchers.galvatron.stage_table import StageTable
 from searchers.galvatron.strategies import Strategy
 
 
@@ -48,7 +48,7 @@ class LayerTables:
         sends: bool,
         steps: bool = False,
         once: bool = False,
-    ) -> LayerTable:
+    ) -> StageTable:
         """Return what the search of a stage works on.
 
         Args:
@@ -103,13 +103,13 @@ class LayerTables:
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         if timed is not None:
             transition[1:] = self._released_transition(timed, cut.batch)
-            return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
+            return StageTable(cost, kept, backward, forward, self._layout_of, transition)
         for number in range(1, len(groups)):
             before = groups[number - 1][0]
             transition[number] = weight * self._transition(before, cut.samples, several)
             if apart is not None:
                 transition[number] += self._transition(before, apart, several)
-        return LayerTable(cost, kept, backward, forward, self._layout_of, transition)
+        return StageTable(cost, kept, backward, forward, self._layout_of, transition)
 
     def costs_of(
         self, layers: Sequence[Layer], chosen: Sequence[Strategy], samples: int, accumulates: bool

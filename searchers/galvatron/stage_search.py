@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from searchers.galvatron.dynamic_programming import LayerTable, search, search_as_printed
+from searchers.galvatron.dynamic_programming import search
 from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer, LayerProfiles
 from searchers.galvatron.layer_tables import LayerTables
@@ -17,7 +17,9 @@ from searchers.galvatron.microbatches import Cut, cuts
 from searchers.galvatron.options import Options
 from searchers.galvatron.pipeline_costs import LayerCost, in_flight, peak_bytes, pipeline_s, released_bytes
 from searchers.galvatron.pipeline_plan import Partition, PipelinePlan, StagePlan, split
+from searchers.galvatron.printed_recurrence import search_as_printed
 from searchers.galvatron.released_time import ReleasedTime
+from searchers.galvatron.stage_table import StageTable
 from searchers.galvatron.strategies import Strategy, strategies
 from searchers.galvatron.tied_weights import TiedTable, search_tied
 from simulator.problem import Problem
@@ -346,7 +348,7 @@ class DegreeSearch:
         granularity = float(self.options.granularity_bytes)
         layers = [group[0] for group in groups]
 
-        def table(ties: Sequence[frozenset[str]]) -> LayerTable:
+        def table(ties: Sequence[frozenset[str]]) -> StageTable:
             return self.tables.table(groups, held, cut, ties, sends=sends, steps=steps, once=once)
 
         if self.options.outside == "data":  # tied weights lie alike under every strategy

@@ -1,8 +1,8 @@
 """The search of a stage whose first and last layers share a weight: embedding and head.
 
 A stage holds the weight once for the layers that lay it out alike, so what one of them costs depends on the strategy
-of another, far away. The dynamic program is run for one layout of the weight at a time, best bound first, until no
-other can be better.
+of another, far away. The dynamic program is run for one layout of the weight at a time, in the order of what each
+costs without a budget, for what is cheaper than the best so far.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from searchers.galvatron.dynamic_programming import MAX_RESERVES, Ints, LayerTable, bounds_s, reserves_of, search
+from searchers.galvatron.dynamic_programming import MOST, search
+from searchers.galvatron.priced_memory import without_budget
+from searchers.galvatron.stage_table import Ints, StageTable
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,12 @@ class TiedTable:
         weights: int64[S]: how each strategy lays weights out.
     """
 
-    shared: LayerTable
-    alone: LayerTable
+    shared: StageTable
+    alone: StageTable
     keeper: int
     weights: Ints
 
-    def under(self, layout: int) -> LayerTable:
+    def under(self, layout: int) -> StageTable:
         """Return the table in which the keeper lays the weight out so."""
         alike = self.weights == layout
         first, second = self.shared, self.alone
@@ -44,15 +46,9 @@ class TiedTable:
             backward_bytes=np.where(alike, first.backward_bytes, second.backward_bytes),
         )
 
-    @property
-    def num_differing(self) -> int:
-        """Layers whose row depends on the keeper's strategy, and the keeper."""
-        differ = (self.shared.kept_bytes != self.alone.kept_bytes) | (self.shared.cost_s != self.alone.cost_s)
-        return 1 + int(differ.any(axis=1).sum())
-
 
 def search_tied(
-    tables: Sequence[TiedTable], budget_bytes: float, granularity_bytes: float, max_reserves: int | None = MAX_RESERVES
+    tables: Sequence[TiedTable], budget_bytes: float, granularity_bytes: float, most: int = MOST
 ) -> Ints | None:
     """Return the cheapest strategy per layer whose peak is within the budget, or None; see `search`.
 
@@ -60,27 +56,17 @@ def search_tied(
 
     Args:
         tables: One for each layer that later ones can share a weight with, in order.
-        budget_bytes, granularity_bytes, max_reserves: As of `search`.
+        budget_bytes, granularity_bytes, most: As of `search`.
     """
-    reserves = reserves_of(
-        [each for table in tables for each in (table.shared, table.alone)], granularity_bytes, max_reserves
-    )
-    candidates = []
-    for number, table in enumerate(tables):
-        # What a row that depends on the layout is rounded up by can differ by a step.
-        ample = budget_bytes + table.num_differing * granularity_bytes
-        bounds = bounds_s(table.shared, ample, granularity_bytes, reserves, table.keeper)
-        for layout in np.unique(table.weights):
-            bound = float(bounds[table.weights == layout].min())
-            if np.isfinite(bound):
-                candidates.append((bound, number, int(layout)))
     best: Ints | None = None
     best_s = np.inf
-    for bound, number, layout in sorted(candidates):
-        if bound >= best_s * (1 - 1e-12):
-            break
-        own = tables[number].under(layout)
-        found = search(own, budget_bytes, granularity_bytes, max_reserves, reserves)
-        if found is not None and own.total_s(found) < best_s:
+    under = [table.under(layout) for table in tables for layout in np.unique(table.weights)]
+    for own in sorted(under, key=_least_s):
+        found = search(own, budget_bytes, granularity_bytes, most, below_s=best_s * (1 - 1e-12))
+        if found is not None:
             best, best_s = found, own.total_s(found)
     return best
+
+
+def _least_s(table: StageTable) -> float:
+    return without_budget(table.cost_s, table.layout, table.transition_s)[2]

@@ -51,6 +51,7 @@ def test_results_are_the_same_with_any_number_of_processes_and_can_be_simulated_
     assert [progress.done for progress in ends] == list(range(1, 9))
     assert all(progress.remaining_s is not None for progress in ends)
     row = one[one["status"] == "ok"].iloc[0]
+    assert row["budget_ended"] is True  # a random search ends with nothing else
     problem, plan = load_plan(place.output / "plans" / f"{row['run']}.yaml")
     assert simulate_time_s(plan, problem.load()) == row["iteration_time_s"]
     names = {path.name for path in place.output.iterdir()}

@@ -113,6 +113,7 @@ def test_a_runtime_is_another_with_another_base(place: Place) -> None:
         ("base:\n  budget: soon", ["line 2, base.budget: a budget must be a time"]),
         ("base:\n  memory_limit: 8 apples", ["line 2, base.memory_limit: a size must be like"]),
         ("base:\n  memory_limit: 28", ["line 2, base.memory_limit: the memory limit must be at least 1 MiB, got '28'"]),
+        ("base:\n  memory_limit: 1.5", ["base.memory_limit: the memory limit must be at least 1 MiB, got '1.5'"]),
         ("base:\n  memory_limit: 1e30", ["line 2, base.memory_limit: must be at most 2**60 bytes, got 1e+30"]),
         ("base:\n  seed: null", ["line 2, base.seed: must have a value"]),
         ("base:\n  searcher: ddp\ngrid:\n  seed: [1]", ["every run needs cluster, global_batch, model"]),

@@ -21,6 +21,7 @@ GROUPS = (cases.CERTAIN, cases.LIKELY)
 FILES = (*PROFILE, "aceso_v100/measured_e2e.csv", "aceso_v100/reference_plans.json")
 # Of the artifact's own predictions, Figures 15 and 16.
 PAPER_TIME, PAPER_MEMORY = 0.0270, 0.1426
+AXES = {"s": "iteration time, s", "mib": "peak memory, MiB"}
 
 
 def compared(context: Context) -> pd.DataFrame:
@@ -77,8 +78,10 @@ def _report(table: pd.DataFrame, unit: str, paper: float, what: str) -> Report:
         ", ".join(f"{name.removesuffix('_' + unit)} {error:.2%}" for name, error in means.items()),
         means[names[0]] <= 1.5 * paper,
     )
-    series = {name: [float(value) for value in table[name]] for name in (f"measured_{unit}", *names)}
-    figure = bars([str(run) for run in table["run"]], series, y=unit, title=what)
+    series = {
+        name.removesuffix(f"_{unit}"): [float(value) for value in table[name]] for name in (f"measured_{unit}", *names)
+    }
+    figure = bars([str(run) for run in table["run"]], series, y=AXES[unit], title=what)
     notes = ["Which plans were measured is known for GPT-3 1.3B's Aceso plan only; the others are likely."]
     return Report({what: table}, {what: figure}, [verdict], notes)
 

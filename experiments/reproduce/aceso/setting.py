@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments.reproduce.experiment import Context
 from experiments.reproduce.legends import legend_beside
+from experiments.reproduce.missing_bars import say_missing
 from hardware_models.cluster import parse_cluster
 from hardware_models.collective_table import CollectiveTable
 from hardware_models.import_aceso import import_collectives, import_table
@@ -182,7 +183,9 @@ def bars(groups: Sequence[str], series: Mapping[str, Sequence[float]], *, y: str
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         words = name.removesuffix("_s").replace("_", " ")
-        axes.bar([place + number * width for place in range(len(groups))], values, width, label=words)
+        places = [place + number * width for place in range(len(groups))]
+        axes.bar(places, values, width, label=words)
+        say_missing(axes, places, values)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(groups))], groups, rotation=30, ha="right")
     axes.set_ylabel(y)
     axes.set_title(title)

@@ -124,6 +124,7 @@ def _figure(frame: pd.DataFrame) -> Figure:
             if column in frame:
                 axes.plot(frame["gpus"], frame[column], style, color=colour, label=f"{word}, {kind}")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(frame["gpus"].tolist(), frame["gpus"].astype(str).tolist())
     axes.set_xlabel("GPUs")
     axes.set_ylabel("TFLOP/s per GPU")
     axes.set_ylim(bottom=0)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from datafiles.writer import dump_yaml
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.legends import legend_beside
+from experiments.reproduce.missing_bars import say_missing
 from experiments.reproduce.swept import record_of, swept
 
 PAIRS = (
@@ -178,7 +179,12 @@ def _figure(pairs: pd.DataFrame) -> Figure:
         }
     )
     relative.index = pd.Index(pairs["model"] + "\n" + pairs["cluster"])
-    relative.plot.bar(ax=axes, rot=60)
+    width = 0.8 / len(relative.columns)
+    for number, (name, values) in enumerate(relative.items()):
+        places = [place + (number - (len(relative.columns) - 1) / 2) * width for place in range(len(relative))]
+        axes.bar(places, values, width, label=str(name))
+        say_missing(axes, places, values.tolist())
+    axes.set_xticks(range(len(relative)), relative.index.astype(str).tolist(), rotation=60)
     legend_beside(axes)
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_ylabel("iteration time / Alpa's")

@@ -29,6 +29,7 @@ CASES = {"bert-huge-48": 32, "t5-512-4-48": 64}
 NUM_STAGES, NUM_MICROBATCHES, MEMORY_GB = 4, 8, 12
 CLUSTER = "a100-40g-dgx:1x8"
 GIB = 2**30
+LIMIT = "#c53030"
 
 
 def run(context: Context) -> Report:
@@ -101,7 +102,10 @@ def draw(plans: Mapping[str, Mapping[str, PipelinePlan]]) -> Figure:
                 width = 0.9 * stage.step_s / longest
                 place.bar(number, stage.peak_bytes / GIB, width, color="#2b6cb0", edgecolor="black")
                 place.text(number, stage.peak_bytes / GIB, str(len(stage.layers)), ha="center", va="bottom", fontsize=8)
-            place.axhline(plan.capacity_bytes / GIB, color="#c53030", linestyle="--", linewidth=0.8)
+            capacity_gib = plan.capacity_bytes / GIB
+            place.axhline(capacity_gib, color=LIMIT, linestyle="--", linewidth=0.8)
+            words = f"{capacity_gib:.1f} GiB for tensors of {MEMORY_GB} GB"
+            place.text(len(plan.stages) - 0.5, capacity_gib, words, ha="right", va="bottom", fontsize=7, color=LIMIT)
             place.set_title(f"{model}, balanced by {balance}\n{plan.throughput:.0f} samples/s", fontsize=9)
             place.set_xticks(range(len(plan.stages)), [f"stage {n + 1}" for n in range(len(plan.stages))], fontsize=8)
             place.set_ylabel("peak memory, GiB (width: time)", fontsize=8)

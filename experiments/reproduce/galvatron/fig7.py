@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import PercentFormatter
 
 from experiments.cases.galvatron_table2 import Run
 from experiments.reproduce.experiment import Context, Report, Verdict
@@ -73,6 +74,7 @@ def run(context: Context) -> Report:
     place.bar(positions + 0.2, summary["without_slowdown"], 0.4, label="without")
     place.set_xticks(positions, list(summary["model"]), rotation=20, fontsize=8)
     place.set_ylabel("mean absolute error of iteration time")
+    place.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     legend_beside(place)
     verdicts = [
         Verdict(
