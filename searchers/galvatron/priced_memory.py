@@ -99,9 +99,14 @@ def _peak(needs: Needs, chosen: Ints) -> float:
 
 @compiled
 def priced(cost: Floats, needs: Needs, layout: Ints, transition: Floats, left: float) -> Priced:
-    """Return what comes out where memory has a price; arguments as of `_solve`.
+    """Return what comes out where memory has a price.
 
-    The price is doubled until the plan is within the budget, then halved in between.
+    The price is doubled until the plan is within the budget; then it lies between one that is and one that is not.
+
+    Args:
+        cost, layout, transition: As of `StageTable`.
+        needs: Bytes.
+        left: Bytes of the budget beyond the layers' least.
     """
     ahead, chosen, best = without_budget(cost, layout, transition)
     found, found_s = chosen, np.inf

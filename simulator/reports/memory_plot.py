@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MEMORY_COLORS = tuple(color for color in CYCLE if color != VERMILION)  # the capacity's
 
+WIDEST = 2.4
+"""Points."""
+
 MEMORY_COLUMNS = 800
 """Where there are more steps, each of so many columns shows the range of what lies in it."""
 
@@ -56,18 +59,22 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
     axes = figure.add_subplot()
     drawn = _memories_to_draw(result)
     stages = [int(result.graph.device_stage[memory.device]) for memory in drawn]
-    for memory, stage, color in zip(drawn, stages, MEMORY_COLORS, strict=False):
+    # The first is widest, so that it can be seen beside later ones that hold the same.
+    widths = np.linspace(WIDEST, 1.2, len(drawn)) if len(drawn) > 1 else [1.2]
+    for memory, stage, color, width in zip(drawn, stages, MEMORY_COLORS, widths, strict=False):
         members = members_text(result.graph.device_members[memory.device])
         label = f"stage {stage}" if stages.count(stage) == 1 else f"stage {stage}, GPU {members}"
         times, low, high = _envelope(result.live_bytes(memory.device), result.iteration_time_s)
         high, low = high / BYTES_PER_GIB, low / BYTES_PER_GIB
-        axes.plot(times, high, drawstyle="steps-post", linewidth=1.2, color=color, label=label)
+        axes.plot(times, high, drawstyle="steps-post", linewidth=width, color=color, label=label)
         if (low < high).any():
             axes.fill_between(times, low, high, step="post", color=color, alpha=0.18, linewidth=0)
-    for capacity in sorted({memory.capacity_bytes for memory in result.memory}):
+    capacities = sorted({memory.capacity_bytes for memory in result.memory})
+    for capacity in capacities:
+        whose = "" if len(capacities) == 1 else f" of {_stages_of(capacity, result)}:"
         axes.axhline(capacity / BYTES_PER_GIB, color=VERMILION, linestyle=(0, (6, 3)), linewidth=1.3)
         axes.annotate(
-            f"capacity {format_bytes(capacity)}", (1.0, capacity / BYTES_PER_GIB), (-4, 4),
+            f"capacity{whose} {format_bytes(capacity)}", (1.0, capacity / BYTES_PER_GIB), (-4, 4),
             xycoords=("axes fraction", "data"), textcoords="offset points", ha="right", va="bottom",
             fontsize=9, color=VERMILION, path_effects=[withStroke(linewidth=2.5, foreground="white")],
         )  # fmt: skip
@@ -93,6 +100,15 @@ def _memory_figure(result: SimulationResult, title: str | None) -> Figure:
     if result.memory:
         figure.legend(loc="outside right upper", frameon=False, fontsize=9, labelcolor=TEXT)
     return figure
+
+
+def _stages_of(capacity: int, result: SimulationResult) -> str:
+    """Return the stages that have devices of a capacity."""
+    stages = result.graph.device_stage
+    own = sorted({int(stages[memory.device]) for memory in result.memory if memory.capacity_bytes == capacity})
+    if len(own) == len({int(stage) for stage in stages}):
+        return "some GPUs"
+    return f"{'stage' if len(own) == 1 else 'stages'} {', '.join(map(str, own))}"
 
 
 def _memories_to_draw(result: SimulationResult) -> list[DeviceMemory]:

@@ -11,7 +11,7 @@ import pytest
 
 from simulator.memory.usage import LiveBytes
 from simulator.reports.figures import BLUE, GREEN
-from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope
+from simulator.reports.memory_plot import MEMORY_COLUMNS, _envelope, _memory_figure
 from simulator.reports.timeline import (
     LANE_STYLES,
     MAX_BOXES,
@@ -83,6 +83,17 @@ def test_memory_plot_with_few_and_many_steps_and_devices(tmp_path: Path) -> None
     replace(large, memory=()).plot_memory(tmp_path / "none.png")
     for name in ("small.png", "large.png", "none.png"):
         assert_png(tmp_path / name)
+
+
+def test_capacities_of_unlike_devices_say_whose_they_are() -> None:
+    alike = pipeline_result(num_stages=3)
+    first, *others = alike.memory
+    unlike = replace(alike, memory=(replace(first, capacity_bytes=2 * first.capacity_bytes), *others))
+    words = [
+        [text.get_text() for text in _memory_figure(each, None).axes[0].texts] for each in (alike, unlike)
+    ]
+    assert all("stage" not in text for text in words[0])
+    assert [text.partition(":")[0] for text in words[1]] == ["capacity of stages 1, 2", "capacity of stage 0"]
 
 
 def test_the_envelope_keeps_the_peak() -> None:
