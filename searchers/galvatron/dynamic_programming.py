@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from searchers.galvatron.priced_memory import Needs, priced, without_budget
 from searchers.galvatron.stage_table import Floats, Ints, StageTable
@@ -29,15 +30,15 @@ FRONT = 256
 """States of less memory at most that one is compared with."""
 
 
-class _States(NamedTuple):
-    """States of one layer: K layouts, E + 1 steps of memory, N of each.
+class _States(NamedTuple):  # Compiled code that is kept knows fields by their order, which must stay.
+    """States of one layer: K layouts, E steps of memory, N of each.
 
     Attributes:
-        cost_s: float64[K, E + 1, N]: seconds from this layer to the last.
-        peak_bytes: float64[K, E + 1, N]: theirs, above what every layer needs at least.
-        held_bytes: float64[K, E + 1, N]: what they hold when their backward passes are over, above that.
-        link: int64[K, E + 1, N]: what each was made from.
-        number: int64[K, E + 1]: how many there are.
+        cost_s: float64[K, E, N]: seconds from this layer to the last.
+        peak_bytes: float64[K, E, N]: theirs, above what every layer needs at least.
+        held_bytes: float64[K, E, N]: what they hold when their backward passes are over, above that.
+        link: int64[K, E, N]: what each was made from.
+        number: int64[K, E]: how many there are.
     """
 
     cost_s: Floats
@@ -50,15 +51,16 @@ class _States(NamedTuple):
 def search(
     table: StageTable, budget_bytes: float, granularity_bytes: float, most: int = MOST, below_s: float = np.inf
 ) -> Ints | None:
-    """Return the cheapest strategy per layer whose peak (Eq. 2) is within the budget, or None.
+    """Return the cheapest strategy per layer whose peak (Eq. 2) is within the budget, or None where none was found.
 
-    Bytes are whole: needs are rounded up, what is freed down.
+    Exact where steps of memory lose nothing. Bytes are whole: needs are rounded up, what is freed down.
 
     Args:
         table: Costs.
-        budget_bytes: E, a device's memory.
+        budget_bytes: A device's memory.
         granularity_bytes: Memory step. Of states whose peaks are in the same step, those that cost more are dropped, so
-            a coarse step can cost time; it never breaks the budget.
+            a coarse step can cost time, and find nothing where the budget is met by less than a step; it never breaks
+            the budget.
         most: States at most that differ in nothing but cost and what is held.
         below_s: Only what costs less is looked for.
     """
@@ -67,19 +69,18 @@ def search(
         return None
     if table.peak_bytes(free) <= budget_bytes:
         return free
-    usable = np.isfinite(table.cost_s)
-    kept = np.ceil(np.where(usable, table.kept_bytes, np.inf))
-    least = kept.min(axis=1)
+    bytes_ = np.ceil(table.kept_bytes), np.ceil(table.backward_bytes), np.floor(table.forward_bytes)
+    usable = np.isfinite(table.cost_s) & _can_fit(np.isfinite(table.cost_s), *bytes_, budget_bytes)
+    kept, backward, forward = bytes_
+    least = np.where(usable, kept, np.inf).min(axis=1)
     left = budget_bytes - float(least.sum())
     if left < 0:
         return None
-    extra, backward, forward = (
-        np.where(usable, each, 0.0)
-        for each in (kept - least[:, None], np.ceil(table.backward_bytes), np.floor(table.forward_bytes))
-    )
-    left = min(left, float(extra.max(axis=1).sum() + backward.max()))
+    cost_s = np.where(usable, table.cost_s, np.inf)
+    extra, backward, forward = (np.where(usable, each, 0.0) for each in (kept - least[:, None], backward, forward))
+    left = min(left, float(extra.max(axis=1).sum()) + max(0.0, float(backward.max())))
     needs = Needs(extra, backward, forward)
-    relaxed = priced(table.cost_s, needs, table.layout, table.transition_s, left)
+    relaxed = priced(cost_s, needs, table.layout, table.transition_s, left)
     found: Ints | None = None
     if relaxed.seconds < below_s:
         found, below_s = relaxed.chosen, relaxed.seconds * (1 - 1e-12)
@@ -87,7 +88,7 @@ def search(
         if relaxed.bound_s >= below_s:
             break
         chosen, seconds = _solve(
-            table.cost_s, needs, table.layout, table.transition_s, relaxed.ahead_s, relaxed.price,
+            cost_s, needs, table.layout, table.transition_s, relaxed.ahead_s, relaxed.price,
             left, step_bytes, states, below_s,
         )  # fmt: skip
         if seconds < below_s:
@@ -95,12 +96,25 @@ def search(
     return found
 
 
+def _can_fit(
+    usable: NDArray[np.bool_], kept: Floats, backward: Floats, forward: Floats, budget_bytes: float
+) -> NDArray[np.bool_]:
+    """Return which strategies can be within the budget if all other layers take their leanest: bool[L, S]."""
+    kept, forward = np.where(usable, kept, np.inf), np.where(usable, forward, 0.0)
+    least, least_held = kept.min(axis=1), (kept - forward).min(axis=1)
+    before = (least.cumsum() - least)[:, None]
+    behind = (least[::-1].cumsum()[::-1] - least)[:, None]
+    held = (least_held[::-1].cumsum()[::-1] - least_held)[:, None]
+    fits: NDArray[np.bool_] = before + kept + np.maximum(behind, held + backward) <= budget_bytes
+    return fits
+
+
 @uncounted
 def _put(states: _States, lies: int, step: int, seconds: float, peak: float, held: float, link: int) -> None:
     """Add a state to those of a layout and step, unless one that costs no more holds no more or has as much room.
 
-    Room is what is free of a peak: peaks of one step count as the same. Those that the state is better than so are
-    dropped; of too many, the one that costs most.
+    Room is what is free of a peak: peaks of one step count as the same, but of two that cost the same the lower stays.
+    Those that the state is better than so are dropped; of too many, the one that costs most.
     """
     cost_s, helds, peaks = states.cost_s[lies, step], states.held_bytes[lies, step], states.peak_bytes[lies, step]
     links = states.link[lies, step]
@@ -164,7 +178,7 @@ def _insert(front: Floats, known: int, first: int, seconds: float, held: float) 
 
 @uncounted
 def _thin(states: _States, lies: int, front: Floats) -> int:
-    """Drop the states of a layout that cost and hold no less than one of a lower peak; return how many stay.
+    """Drop the states of a layout that cost and hold no less than one of a step not above; return how many stay.
 
     ``front``: float64[2, F], written: what those cost and hold that others are compared with; more costs less.
     """
@@ -190,7 +204,7 @@ def _thin(states: _States, lies: int, front: Floats) -> int:
 
 @uncounted
 def _move(states: _States, moved_s: Floats, arrived: _States, front: Floats) -> None:
-    """Fill the states of a layer, ``states``, with moving there from each layout included.
+    """Fill ``arrived`` with the states of a layer and moving there from each layout.
 
     ``moved_s``: float64[K, K]. From layout to layout.
     """
@@ -225,13 +239,8 @@ def _longer(links: Ints, length: int) -> Ints:
 @compiled
 def _no_states(num_layouts: int, width: int, most: int) -> _States:
     shape = (num_layouts, width, most)
-    return _States(
-        np.zeros(shape),
-        np.zeros(shape),
-        np.zeros(shape),
-        np.zeros(shape, dtype=np.int64),
-        np.zeros((num_layouts, width), dtype=np.int64),
-    )
+    number = np.zeros((num_layouts, width), dtype=np.int64)
+    return _States(np.empty(shape), np.empty(shape), np.empty(shape), np.empty(shape, dtype=np.int64), number)
 
 
 @compiled
@@ -266,8 +275,10 @@ def _solve(
     front = np.zeros((2, FRONT))
     links = np.zeros((1024, 2), dtype=np.int64)  # Strategy, and the state that it was added to.
     num_links = 1
-    for lies in range(num_layouts):
+    for lies in range(num_layouts):  # Behind the last layer nothing costs or holds anything.
         arrived.number[lies, 0] = 1
+        arrived.cost_s[lies, 0, 0] = arrived.peak_bytes[lies, 0, 0] = arrived.held_bytes[lies, 0, 0] = 0.0
+        arrived.link[lies, 0, 0] = 0
     hungriest = np.zeros(num_layers + 1)  # The most that layers before each need during their backward passes.
     for layer in range(num_layers):
         hungriest[layer + 1] = max(hungriest[layer], needs.backward[layer].max())

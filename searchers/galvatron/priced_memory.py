@@ -13,7 +13,7 @@ PRICES = 24
 """Prices of memory that are tried."""
 
 
-class Needs(NamedTuple):
+class Needs(NamedTuple):  # Compiled code that is kept knows fields by their order, which must stay.
     """Whole bytes, float64[L, S] each.
 
     Attributes:

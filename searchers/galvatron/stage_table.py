@@ -19,7 +19,7 @@ class StageTable:
         cost_s: float64[L, S], infinity where a strategy cannot be used.
         kept_bytes: float64[L, S]: forward memory of all microbatches in flight, and model states.
         backward_bytes: float64[L, S]: needed on top during the layer's own backward pass.
-        forward_bytes: float64[L, S]: forward memory of one microbatch, for the full check.
+        forward_bytes: float64[L, S]: of what is kept, what is free after the layer's backward pass; not negative.
         layout: int64[S]: layout of each strategy.
         transition_s: float64[L, K, K]: before layer l, from layout to layout; zero for l = 0.
     """
@@ -32,7 +32,7 @@ class StageTable:
     transition_s: Floats
 
     def peak_bytes(self, chosen: Ints) -> float:
-        """Return Eq. 2 for a strategy per layer: what is kept, plus the largest backward need over what is held."""
+        """Return Eq. 2 for a strategy per layer: what is kept, and the most that backward needs beyond what is free."""
         rows = np.arange(len(chosen))
         forward = self.forward_bytes[rows, chosen]
         later = forward[::-1].cumsum()[::-1] - forward

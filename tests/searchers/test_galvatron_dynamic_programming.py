@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from searchers.galvatron import dynamic_programming
 from searchers.galvatron.dynamic_programming import search
 from searchers.galvatron.printed_recurrence import search_as_printed
 from searchers.galvatron.stage_table import StageTable
@@ -56,7 +57,7 @@ def exhaustive(table: StageTable, budget: float) -> float:
 @given(table=tables(), units=st.integers(0, 30))
 def test_the_search_is_exact_and_within_the_budget(table: StageTable, units: int) -> None:
     budget = units * UNIT
-    found = search(table, budget, UNIT, most=64)
+    found = search(table, budget, UNIT)
     wanted = exhaustive(table, budget)
     if found is None:
         assert wanted == np.inf
@@ -118,6 +119,21 @@ def test_what_later_layers_hold_is_not_set_aside_for_an_earlier_one() -> None:
     )
     assert table.peak_bytes(np.array([0, 0])) == 4.0
     assert search(table, 4.0, 1.0) is not None
+
+
+def test_a_layer_that_never_fits_is_seen_before_anything_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer needs twice the budget during its backward pass: found out last, after all others."""
+    shape = (3, 2)
+    table = StageTable(
+        cost_s=np.ones(shape),
+        kept_bytes=np.ones(shape),
+        backward_bytes=np.array([[20.0, 20.0], [0.0, 0.0], [0.0, 0.0]]),
+        forward_bytes=np.ones(shape),
+        layout=np.zeros(2, dtype=np.int64),
+        transition_s=np.zeros((3, 1, 1)),
+    )
+    monkeypatch.setattr(dynamic_programming, "priced", None)
+    assert search(table, 10.0, 1.0) is None
 
 
 @settings(max_examples=100, deadline=None)
