@@ -104,8 +104,10 @@ def draw(plans: Mapping[str, Mapping[str, PipelinePlan]]) -> Figure:
                 place.text(number, stage.peak_bytes / GIB, str(len(stage.layers)), ha="center", va="bottom", fontsize=8)
             capacity_gib = plan.capacity_bytes / GIB
             place.axhline(capacity_gib, color=LIMIT, linestyle="--", linewidth=0.8)
-            words = f"{capacity_gib:.1f} GiB for tensors of {MEMORY_GB} GB"
-            place.text(len(plan.stages) - 0.5, capacity_gib, words, ha="right", va="bottom", fontsize=7, color=LIMIT)
+            if column == 0:  # none of its bars reaches the line
+                words = f"{capacity_gib:.1f} GiB for tensors of {MEMORY_GB} GB"
+                end = place.get_yaxis_transform()
+                place.text(0.99, capacity_gib, words, ha="right", va="bottom", fontsize=7, color=LIMIT, transform=end)
             place.set_title(f"{model}, balanced by {balance}\n{plan.throughput:.0f} samples/s", fontsize=9)
             place.set_xticks(range(len(plan.stages)), [f"stage {n + 1}" for n in range(len(plan.stages))], fontsize=8)
             place.set_ylabel("peak memory, GiB (width: time)", fontsize=8)
