@@ -69,7 +69,16 @@ class LayerTables:
         released = self.estimator.released is not None
         timed = self.estimator.released_time
         waits, own_ties = self._waits([group[0] for group in groups], ties)
+        alike: dict[object, int] = {}
         for number, (group, known) in enumerate(zip(groups, ties, strict=True)):
+            waiting = tuple((holder.kind, shared) for holder, shared in waits[number])
+            ends = number == 0, number == len(groups) - 1
+            key = (group[0].kind, len(group), known & self.ties(group[0]), own_ties[number], waiting, ends)
+            first = alike.setdefault(key, number)
+            if first != number:
+                for column in (cost, kept, backward, forward):
+                    column[number] = column[first]
+                continue
             row = self._row(group[0], cut.samples, several, known)
             last_row = row if cut.last is None else self._row(group[0], cut.last, several, known)
             size = len(group)
@@ -125,6 +134,7 @@ class LayerTables:
         costs = []
         held: dict[tuple[str, Hashable], int] = {}
         waiting, shared = [0.0] * len(layers), list[frozenset[str]]()
+        known: dict[tuple[int, Strategy, frozenset[str]], LayerCost | None] = {}
         for number, (layer, strategy) in enumerate(zip(layers, chosen, strict=True)):
             ties = frozenset[str]()
             if self.ties(layer):
@@ -137,7 +147,10 @@ class LayerTables:
                         waiting[place] += self.estimator.waiting_bytes(
                             layers[before], [tie], chosen[before], accumulates=accumulates
                         )
-            cost = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
+            key = (layer.kind, strategy, ties)
+            if key not in known:
+                known[key] = self.estimator.layer(layer, strategy, samples, accumulates=accumulates, held_ties=ties)
+            cost = known[key]
             if cost is None:
                 return None
             shared.append(ties)
