@@ -7,3 +7,5 @@ STATUSES = ("ok", "out of memory", "no plan", "not applicable", "failed")
 that fits. ``not applicable``: it refused the problem. ``failed``: an error, or the process died."""
 SIMULATED = STATUSES[:2]
 """Of searches that a plan was simulated of; the others have a reason alone."""
+BUDGET_ENDED = "the budget ended the search"
+"""Behind the plan of a search that was not through when its budget was."""

@@ -33,7 +33,7 @@ from experiments.console import (
     whole_cell,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
-from experiments.statuses import SIMULATED
+from experiments.statuses import BUDGET_ENDED, SIMULATED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,7 +136,7 @@ def _cells(row: dict[Any, Any]) -> tuple[str, ...]:
     if row["reason"]:
         words = f"{words} ({row['reason']})"
     if row["budget_ended"]:
-        words = f"{words} (the budget ended the search)"
+        words = f"{words} ({BUDGET_ENDED})"
     return (
         row["searcher"],
         short_number(row["iteration_time_s"]),

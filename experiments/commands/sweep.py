@@ -11,6 +11,7 @@ import typer
 from datafiles.words import counted
 from experiments.console import AsJson, console, messages, print_lines, print_table, share_cell, short_number
 from experiments.interrupts import INTERRUPTED, terminate_means_interrupt
+from experiments.statuses import BUDGET_ENDED, SIMULATED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,11 +147,11 @@ def _show(found: Sweep, results: pd.DataFrame) -> None:
 
 def _cells(row: dict[Any, Any], inputs: list[str]) -> tuple[str, ...]:
     shown = ["-" if row[name] is None or str(row[name]) in ("", "nan", "<NA>") else str(row[name]) for name in inputs]
-    if row["status"] not in ("ok", "out of memory"):
+    if row["status"] not in SIMULATED:
         return (*shown, "-", "-", "-", "-", f"{row['status']}: {row['reason']}")
     words = f"{row['plan']} ({row['reason']})" if row["reason"] else row["plan"]
     if row["budget_ended"] is True:
-        words = f"{words} (the budget ended the search)"
+        words = f"{words} ({BUDGET_ENDED})"
     return (
         *shown,
         short_number(row["iteration_time_s"]),

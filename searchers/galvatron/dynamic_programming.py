@@ -84,12 +84,12 @@ def search(
     found: Ints | None = None
     if relaxed.seconds < below_s:
         found, below_s = relaxed.chosen, relaxed.seconds * (1 - 1e-12)
-    for step_bytes, states in ((COARSE * granularity_bytes, 1), (granularity_bytes, most)):
+    for step_bytes, num_states in ((COARSE * granularity_bytes, 1), (granularity_bytes, most)):
         if relaxed.bound_s >= below_s:
             break
         chosen, seconds = _solve(
             cost_s, needs, table.layout, table.transition_s, relaxed.ahead_s, relaxed.price,
-            left, step_bytes, states, below_s,
+            left, step_bytes, num_states, below_s,
         )  # fmt: skip
         if seconds < below_s:
             found, below_s = chosen, seconds * (1 - 1e-12)
