@@ -31,7 +31,7 @@ from simulator.operator_table import OperatorTable, operator_table
 from simulator.plan import Sharding
 from simulator.problem import Problem
 from simulator.profiled_costs import with_profile
-from simulator.segments import EMPTY, Segment
+from simulator.segments import Segment
 from simulator.uniform import repeated_layers
 from workloads.kernels import Kernel, MemoryBound
 from workloads.kinds.base import (
@@ -279,10 +279,11 @@ class CostTables:
         hardware, runtime = self.problem.hardware, self.problem.runtime
         launch_s = self.launch_s(gpu_type)
         dtype = runtime.implementation.dtype
-        total = EMPTY
+        device_s = host_s = bound_s = lead_s = 0.0
         for position, kernel in enumerate(kernels):
             if position < num_calls:
-                total = total.then(Segment.launch(dispatch_s))
+                host_s += dispatch_s
+                bound_s = max(bound_s, host_s)
             key = (gpu_type, kernel)
             if key not in self._kernels:
                 try:
@@ -291,9 +292,14 @@ class CostTables:
                     fitting = ", ".join(runtimes_in(error.known, like=runtime)[:MOST_NAMED]) or "one's own"
                     raise ValueError(f"{error} of runtime {runtime.name}; runtimes that fit: {fitting}") from None
             seconds = self._kernels[key]
-            total = total.then(Segment(seconds, launch_s, launch_s + seconds, launch_s, (0.0, 0.0, seconds)))
-        bare = max(0, num_calls - len(kernels))
-        return total.then(Segment.launch(bare * dispatch_s)) if bare else total
+            bound_s = max(bound_s + seconds, host_s + (launch_s + seconds))
+            host_s += launch_s
+            lead_s = lead_s if device_s > 0 else host_s
+            device_s += seconds
+        bare_s = max(0, num_calls - len(kernels)) * dispatch_s
+        lead_s = lead_s if device_s > 0 else host_s + bare_s
+        host_s += bare_s
+        return Segment(device_s, host_s, max(bound_s, host_s), lead_s, (0.0, 0.0, device_s))
 
     def launch_s(self, gpu_type: str) -> float:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""

@@ -31,12 +31,21 @@ class CollectiveTimes:
         self.handover_s = handover_s
         self.stages = tuple(map(tuple, stages))
         self._groups: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[CrowdedGroup, ...]] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
         self._transitions: dict[tuple[Layout, Layout, float, float], float] = {}
 
     def seconds(self, collective: str, num_bytes: float, sizes: tuple[int, ...], axes: tuple[int, ...]) -> float:
         """Return seconds of a collective over some axes of a mesh, all of the axes' groups at once."""
         if num_bytes <= 0 or prod(sizes[axis] for axis in axes) == 1:
             return 0.0
+        key = (collective, num_bytes, sizes, axes)
+        if key not in self._seconds:
+            crowded_s = self.hardware.crowded_collective_s
+            self._seconds[key] = max(crowded_s(collective, num_bytes, group) for group in self._unlike(sizes, axes))
+        return self._seconds[key]
+
+    def _unlike(self, sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[CrowdedGroup, ...]:
+        """Return the groups of some axes of a mesh, one of those that stand alike."""
         key = (sizes, axes)
         if key not in self._groups:
             self._groups[key] = tuple(
@@ -47,8 +56,7 @@ class CollectiveTimes:
                     (tuple(devices[local] for local in members) for members in groups(sizes, axes)),
                 )
             )
-        crowded_s = self.hardware.crowded_collective_s
-        return max(crowded_s(collective, num_bytes, group) for group in self._groups[key])
+        return self._groups[key]
 
     def item(self, item: MeshCollective) -> float:
         """Return seconds of a mesh collective."""

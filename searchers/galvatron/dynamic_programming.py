@@ -39,6 +39,7 @@ class _States(NamedTuple):  # Compiled code that is kept knows fields by their o
         held_bytes: float64[K, E, N]: what they hold when their backward passes are over, above that.
         link: int64[K, E, N]: what each was made from.
         number: int64[K, E]: how many there are.
+        low, stop: int64[K]: there are none outside these steps, ``[low, stop)``.
     """
 
     cost_s: Floats
@@ -46,6 +47,8 @@ class _States(NamedTuple):  # Compiled code that is kept knows fields by their o
     held_bytes: Floats
     link: Ints
     number: Ints
+    low: Ints
+    stop: Ints
 
 
 def search(
@@ -119,6 +122,7 @@ def _put(states: _States, lies: int, step: int, seconds: float, peak: float, hel
     cost_s, helds, peaks = states.cost_s[lies, step], states.held_bytes[lies, step], states.peak_bytes[lies, step]
     links = states.link[lies, step]
     count = states.number[lies, step]
+    states.low[lies], states.stop[lies] = min(states.low[lies], step), max(states.stop[lies], step + 1)
     room = peak - held
     for place in range(count):
         is_lower = cost_s[place] < seconds or peaks[place] <= peak
@@ -184,7 +188,7 @@ def _thin(states: _States, lies: int, front: Floats) -> int:
     """
     total = 0
     known = 0
-    for step in range(states.number.shape[1]):
+    for step in range(states.low[lies], states.stop[lies]):
         kept = 0
         for place in range(states.number[lies, step]):
             seconds, held = states.cost_s[lies, step, place], states.held_bytes[lies, step, place]
@@ -203,17 +207,24 @@ def _thin(states: _States, lies: int, front: Floats) -> int:
 
 
 @uncounted
+def _clear(states: _States) -> None:
+    for lies in range(len(states.number)):
+        for step in range(states.low[lies], states.stop[lies]):
+            states.number[lies, step] = 0
+        states.low[lies], states.stop[lies] = states.number.shape[1], 0
+
+
+@uncounted
 def _move(states: _States, moved_s: Floats, arrived: _States, front: Floats) -> None:
     """Fill ``arrived`` with the states of a layer and moving there from each layout.
 
     ``moved_s``: float64[K, K]. From layout to layout.
     """
-    num_layouts, width = states.number.shape
+    num_layouts = len(states.number)
+    _clear(arrived)
     for source in range(num_layouts):
-        for step in range(width):
-            arrived.number[source, step] = 0
         for target in range(num_layouts):
-            for step in range(width):
+            for step in range(states.low[target], states.stop[target]):
                 for place in range(states.number[target, step]):
                     _put(
                         arrived,
@@ -240,7 +251,9 @@ def _longer(links: Ints, length: int) -> Ints:
 def _no_states(num_layouts: int, width: int, most: int) -> _States:
     shape = (num_layouts, width, most)
     number = np.zeros((num_layouts, width), dtype=np.int64)
-    return _States(np.empty(shape), np.empty(shape), np.empty(shape), np.empty(shape, dtype=np.int64), number)
+    low, stop = np.full(num_layouts, width), np.zeros(num_layouts, dtype=np.int64)
+    links = np.empty(shape, dtype=np.int64)
+    return _States(np.empty(shape), np.empty(shape), np.empty(shape), links, number, low, stop)
 
 
 @compiled
@@ -276,7 +289,8 @@ def _solve(
     links = np.zeros((1024, 2), dtype=np.int64)  # Strategy, and the state that it was added to.
     num_links = 1
     for lies in range(num_layouts):  # Behind the last layer nothing costs or holds anything.
-        arrived.number[lies, 0] = 1
+        arrived.number[lies, 0] = arrived.stop[lies] = 1
+        arrived.low[lies] = 0
         arrived.cost_s[lies, 0, 0] = arrived.peak_bytes[lies, 0, 0] = arrived.held_bytes[lies, 0, 0] = 0.0
         arrived.link[lies, 0, 0] = 0
     hungriest = np.zeros(num_layers + 1)  # The most that layers before each need during their backward passes.
@@ -285,7 +299,7 @@ def _solve(
     for layer in range(num_layers - 1, -1, -1):
         if layer < num_layers - 1:
             _move(states, transition[layer + 1], arrived, front)
-        states.number[:] = 0
+        _clear(states)
         for strategy in range(num_strategies):
             own = cost[layer, strategy]
             if own == np.inf:
@@ -295,7 +309,7 @@ def _solve(
                 needs.extra[layer, strategy], needs.backward[layer, strategy], needs.forward[layer, strategy]
             )
             rest = own + ahead[layer, lies] - price * left
-            for step in range(width):
+            for step in range(arrived.low[lies], arrived.stop[lies]):
                 for place in range(arrived.number[lies, step]):
                     held = arrived.held_bytes[lies, step, place]
                     peak = kept + max(arrived.peak_bytes[lies, step, place], held + need)
@@ -311,7 +325,7 @@ def _solve(
             total = num_links + _thin(states, lies, front)
             if total > len(links):
                 links = _longer(links, 2 * total)
-            for step in range(width):
+            for step in range(states.low[lies], states.stop[lies]):
                 for place in range(states.number[lies, step]):
                     made = states.link[lies, step, place]
                     links[num_links, 0], links[num_links, 1] = made % num_strategies, made // num_strategies
@@ -321,7 +335,7 @@ def _solve(
     best = np.inf
     link = 0
     for lies in range(num_layouts):
-        for step in range(width):
+        for step in range(states.low[lies], states.stop[lies]):
             for place in range(states.number[lies, step]):
                 if states.cost_s[lies, step, place] < best:
                     best = states.cost_s[lies, step, place]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +14,29 @@ from numpy.typing import NDArray
 from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
-from searchers.galvatron.pipeline_costs import LayerCost, released_layer_bytes
+from searchers.galvatron.pipeline_costs import LayerCost, in_whole_mib
 from searchers.galvatron.released_time import ReleasedTime
 from searchers.galvatron.stage_table import StageTable
 from searchers.galvatron.strategies import Strategy
+
+Floats = NDArray[np.float64]
+
+
+class _Columns(NamedTuple):
+    """What a layer costs under each strategy, float64[S] each, inf where one cannot be used; as of `LayerCost`."""
+
+    step_s: Floats
+    sync_s: Floats
+    forward_bytes: Floats
+    backward_bytes: Floats
+    state_bytes: Floats
+    optimizer_bytes: Floats
+    sent_bytes: Floats
+    received_bytes: Floats
+    early_bytes: Floats
+
+
+_fields_of = attrgetter(*_Columns._fields)
 
 
 class LayerTables:
@@ -36,7 +58,8 @@ class LayerTables:
         self.weights = np.array([trees.index(strategy.levels) for strategy in self.strategies])
         self._ties_of: dict[int, frozenset[str]] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
-        self._moves: dict[object, NDArray[np.float64]] = {}
+        self._columns_of: dict[object, _Columns] = {}
+        self._moves: dict[object, Floats] = {}
 
     def table(
         self,
@@ -79,36 +102,34 @@ class LayerTables:
                 for column in (cost, kept, backward, forward):
                     column[number] = column[first]
                 continue
-            row = self._row(group[0], cut.samples, several, known)
-            last_row = row if cut.last is None else self._row(group[0], cut.last, several, known)
+            row = self._columns(group[0], cut.samples, several, known)
+            last = row if cut.last is None else self._columns(group[0], cut.last, several, known)
             size = len(group)
-            for place, (found, last) in enumerate(zip(row, last_row, strict=True)):
-                if found is not None and last is not None:
-                    steps_s = weight * found.step_s
-                    if apart is not None:
-                        steps_s += last.step_s
-                    cost[number, place] = size * (
-                        steps_s + last.sync_s
-                        if timed is None
-                        else timed.layer_s(group[0].kind, self.strategies[place], cut.batch)
-                    )
-                    least = found.optimizer_bytes if steps else 0.0
-                    each = max(held * found.forward_bytes, least) + found.state_bytes
-                    kept[number, place] = size * (released_layer_bytes(found, held) if released else each)
-                    if number == 0 and not released:
-                        kept[number, place] += held * found.received_bytes
-                    if sends and number == len(groups) - 1 and not released:
-                        kept[number, place] += held * found.sent_bytes
-                    own = self.estimator.waiting_bytes(
-                        group[0], own_ties[number], self.strategies[place], accumulates=several
-                    )
-                    most = max(found.backward_bytes, found.early_bytes + own) if own else found.backward_bytes
-                    backward[number, place] = most * (held if released else 1)
-                    backward[number, place] += sum(
-                        self.estimator.waiting_bytes(holder, shared, self.strategies[place], accumulates=several)
-                        for holder, shared in waits[number]
-                    )
-                    forward[number, place] = 0.0 if released else size * found.forward_bytes
+            if timed is None:
+                seconds = weight * row.step_s
+                if apart is not None:
+                    seconds += last.step_s
+                seconds += last.sync_s
+            else:
+                layer_s = [timed.layer_s(group[0].kind, strategy, cut.batch) for strategy in self.strategies]
+                seconds = np.where(np.isfinite(row.step_s + last.step_s), layer_s, np.inf)
+            cost[number] = size * seconds
+            if released:
+                kept[number] = size * in_whole_mib(held * row.forward_bytes + row.state_bytes)
+                forward[number] = 0.0
+            else:
+                least = row.optimizer_bytes if steps else 0.0
+                kept[number] = size * (np.maximum(held * row.forward_bytes, least) + row.state_bytes)
+                if number == 0:
+                    kept[number] += held * row.received_bytes
+                if sends and number == len(groups) - 1:
+                    kept[number] += held * row.sent_bytes
+                forward[number] = size * row.forward_bytes
+            own = self._waiting_bytes(group[0], own_ties[number], several)
+            most = np.where(own > 0, np.maximum(row.backward_bytes, row.early_bytes + own), row.backward_bytes)
+            backward[number] = most * (held if released else 1)
+            for holder, shared in waits[number]:
+                backward[number] += self._waiting_bytes(holder, shared, several)
         transition = np.zeros((len(groups), len(self.layouts), len(self.layouts)))
         if timed is not None:
             transition[1:] = self._released_transition(timed, cut.batch)
@@ -164,6 +185,19 @@ class LayerTables:
                 costs[number] = replace(costs[number], backward_bytes=most + waiting[number])
         return costs
 
+    def least(self, layers: Sequence[Layer], samples: int, accumulates: bool) -> Floats:
+        """Return what layers that share a strategy cost at least: float64[3, strategies], inf where one cannot have it.
+
+        Their steps in seconds, and bytes that they keep: for a microbatch in flight, and without tied parameters for
+        good.
+        """
+        total = np.zeros((3, len(self.strategies)))
+        for kind, count in Counter(layer.kind for layer in layers).items():
+            example = self.estimator.profiles.examples[kind]
+            own = self._columns(example, samples, accumulates, self.ties(example))
+            total += count * np.array([own.step_s, own.forward_bytes, own.state_bytes])
+        return total
+
     def _waits(
         self, layers: Sequence[Layer], held: Sequence[frozenset[str]]
     ) -> tuple[list[list[tuple[Layer, frozenset[str]]]], list[frozenset[str]]]:
@@ -178,16 +212,27 @@ class LayerTables:
             earlier layers', if none behind has made them.
         """
         behind, found, own_last = frozenset[str](), [], []
+        holders = [number for number, layer in enumerate(layers) if self.ties(layer)]
         for number in range(len(layers) - 1, -1, -1):
             missing, own = behind, []
-            for holder in layers[: number + 1] if behind else ():
-                own.append((holder, missing & self.ties(holder)))
-                missing -= self.ties(holder)
-            found.append([(holder, ties) for holder, ties in own if ties])
+            for place in holders if behind else ():
+                ties = missing & self.ties(layers[place]) if place <= number else None
+                if ties:
+                    own.append((layers[place], ties))
+                    missing -= ties
+            found.append(own)
             shared = held[number] & self.ties(layers[number])
             own_last.append(shared - behind)
             behind |= shared
         return found[::-1], own_last[::-1]
+
+    def _waiting_bytes(self, holder: Layer, ties: frozenset[str], accumulates: bool) -> Floats:
+        """Return bytes of tied gradients that wait for a layer's under each strategy: float64[S]."""
+        if not ties:
+            return np.zeros(len(self.strategies))
+        return np.array(
+            [self.estimator.waiting_bytes(holder, ties, each, accumulates=accumulates) for each in self.strategies]
+        )
 
     def held_before(self, layers: Sequence[Layer]) -> list[frozenset[str]]:
         """Return the tied parameters that layers of a stage hold before each of them."""
@@ -239,14 +284,23 @@ class LayerTables:
             ]
         return self._rows[key]
 
-    def _released_transition(self, timed: ReleasedTime, batch: int) -> NDArray[np.float64]:
+    def _columns(self, layer: Layer, samples: int, accumulates: bool, ties: frozenset[str]) -> _Columns:
+        key = (layer.kind, samples, accumulates, ties & self.ties(layer))
+        if key not in self._columns_of:
+            row = self._row(layer, samples, accumulates, ties)
+            unusable = (np.inf,) * len(_Columns._fields)
+            costs = [unusable if cost is None else _fields_of(cost) for cost in row]
+            self._columns_of[key] = _Columns(*np.array(costs).T)
+        return self._columns_of[key]
+
+    def _released_transition(self, timed: ReleasedTime, batch: int) -> Floats:
         """Return what the release takes from layout to layout for a batch: float64[K, K]."""
         lying = {strategy.layout: strategy for strategy in self.strategies}
         return np.array(
             [[timed.transition_s(lying[one], lying[two], batch) for two in self.layouts] for one in self.layouts]
         )
 
-    def _transition(self, layer: Layer, samples: int, accumulates: bool) -> NDArray[np.float64]:
+    def _transition(self, layer: Layer, samples: int, accumulates: bool) -> Floats:
         """Return seconds from layout to layout behind a layer: float64[K, K]."""
         key = (layer.kind, samples)
         if key not in self._moves:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from simulator.closed_forms.estimate import queued_s
 
 MIB = 1 << 20
+
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,14 @@ def released_bytes(costs: Sequence[LayerCost], held: float) -> float:
 
 
 def released_layer_bytes(cost: LayerCost, held: float) -> float:
-    """Return what a layer takes by the release's model with ``held`` microbatches in flight, in whole MiB."""
-    return float(ceil((held * cost.forward_bytes + cost.state_bytes) / MIB) * MIB)
+    """Return what a layer takes by the release's model with ``held`` microbatches in flight."""
+    return float(in_whole_mib(held * cost.forward_bytes + cost.state_bytes))
+
+
+def in_whole_mib(num_bytes: Numbers) -> Numbers:
+    """Return bytes rounded up to whole MiB: a number, or an array of any shape."""
+    rounded: Numbers = np.ceil(num_bytes / MIB) * MIB
+    return rounded
 
 
 def balance_degree(loads: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ from simulator.problem import Problem
 
 FORWARD_SHARE = 1 / 3
 """Of a step, where two stages are compared and for what hides behind backward, which does about twice the work."""
+
+ROUNDING = 1e-9
+"""By what sums in another order may differ, and more."""
 
 
 class _StageCost(NamedTuple):
@@ -100,9 +104,11 @@ class DegreeSearch:
             plans += self._searched(stages, batch, cut, steps=steps)
             if any(plan.fits for plan in plans):
                 break
+        fitting = [plan for plan in plans if plan.fits]
         if not self.options.paper:
-            plans += self.pure(partition, batch, cut)
-        fitting = [plan for plan in plans if plan is not None and plan.fits]
+            below_s = min((plan.iteration_time_s for plan in fitting), default=inf)
+            pure = self.pure(partition, batch, cut, below_s=below_s, most_bytes=self.budget_bytes)
+            fitting += [plan for plan in pure if plan.fits]
         return min(fitting, key=lambda plan: plan.iteration_time_s, default=None)
 
     def _searched(
@@ -133,20 +139,55 @@ class DegreeSearch:
         if len(found) < len(stages):
             return None
         chosen = [[self.strategies[number] for number in each] for each in found]
-        return self.assess(stages, chosen, batch, self._own_cut(chosen, batch, cut))
+        tensor = max(strategy.tensor for stage in chosen for strategy in stage)
+        return self.assess(stages, chosen, batch, self._own_cut(tensor, batch, cut))
 
     def leanest(self, partition: Partition, batch: int, cut: Cut) -> PipelinePlan | None:
         """Return the plan of one strategy that needs the least memory, whether it fits or not."""
         return min(self.pure(partition, batch, cut), key=lambda plan: plan.peak_bytes, default=None)
 
-    def pure(self, partition: Partition, batch: int, cut: Cut) -> list[PipelinePlan]:
-        """Return the plans of one strategy throughout, whether they fit or not."""
+    def pure(
+        self, partition: Partition, batch: int, cut: Cut, *, below_s: float = inf, most_bytes: float = inf
+    ) -> list[PipelinePlan]:
+        """Return the plans of one strategy throughout, whether they fit or not.
+
+        Args:
+            partition: Layers per stage.
+            batch: Samples.
+            cut: Microbatches.
+            below_s, most_bytes: Plans that take as long or longer, or that need more, may be left out.
+        """
         stages = split(self.layers, partition)
-        plans = [
-            self.assess(stages, choice, batch, self._own_cut(choice, batch, cut))
-            for choice in ([[strategy] * len(stage) for stage in stages] for strategy in self.strategies)
-        ]
+        least: dict[Cut, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        plans = []
+        for number, strategy in enumerate(self.strategies):
+            own = self._own_cut(strategy.tensor, batch, cut)
+            if own not in least:
+                least[own] = self._least(stages, batch, own)
+            seconds, num_bytes = least[own]
+            if seconds[number] < below_s and num_bytes[number] <= most_bytes:
+                choice = [[strategy] * len(stage) for stage in stages]
+                plans.append(self.assess(stages, choice, batch, own))
         return [plan for plan in plans if plan is not None]
+
+    def _least(
+        self, stages: Sequence[tuple[Layer, ...]], batch: int, cut: Cut
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what a plan of one strategy takes and needs at least, float64[strategies] each, inf if unusable.
+
+        Its steps alone, and what its fullest stage keeps.
+        """
+        several = cut.parts > 1
+        found = np.array([self.tables.least(stage, cut.samples, several) for stage in stages])
+        steps_s = last_s = found[:, 0]
+        if cut.last is not None:
+            last_s = np.array([self.tables.least(stage, cut.last, several)[0] for stage in stages])
+        seconds = (cut.parts - 1) * steps_s.max(axis=0) + last_s.sum(axis=0)
+        if self.estimator.released_time is not None:  # knows no steps
+            seconds[np.isfinite(seconds)] = 0.0
+        held = np.array([[self._held(place, batch, cut)] for place in range(len(stages))])
+        kept = held * found[:, 1] + found[:, 2]
+        return seconds * (1 - ROUNDING), kept.max(axis=0) * (1 - ROUNDING)
 
     def cuts(self, batch: int, tensor: int) -> list[Cut]:
         """Return how the rule lets a batch be cut for plans whose largest tensor degree is ``tensor``."""
@@ -168,9 +209,9 @@ class DegreeSearch:
         """Return every way in which the rule may cut a batch, whatever the tensor degrees."""
         return list(dict.fromkeys(cut for tensor in self.tensor_degrees for cut in self.cuts(batch, tensor)))
 
-    def _own_cut(self, chosen: Sequence[Sequence[Strategy]], batch: int, cut: Cut) -> Cut:
-        """Return how the rule cuts the batch for these strategies; a cut that no rule gave stays."""
-        own = self.cuts(batch, max(strategy.tensor for stage in chosen for strategy in stage))
+    def _own_cut(self, tensor: int, batch: int, cut: Cut) -> Cut:
+        """Return how the rule cuts the batch for plans of this tensor degree; a cut that no rule gave stays."""
+        own = self.cuts(batch, tensor)
         return cut if cut in own or cut not in self.rule_cuts(batch) else own[0]
 
     def assess(
