@@ -131,6 +131,8 @@ def _cut_all(
     assert len(shapes) == len(placements), f"{operator}: {len(shapes)} {what}s, {len(placements)} placements"
     return tuple(
         cut(shape, placement, size, f"operator {operator!r}, {what} {index}, split {split}")
+        if isinstance(placement, Shard)
+        else shape
         for index, (shape, placement) in enumerate(zip(shapes, placements, strict=True))
     )
 

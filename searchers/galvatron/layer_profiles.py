@@ -8,9 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from searchers.layer_memory import LayerMemory, LayerWalk
 from searchers.layers import blocks
 from simulator.costs import CostTables
@@ -191,27 +188,32 @@ class LayerProfiles:
 
     def _build(self, kind: int, tensor: int, samples: int) -> LayerProfile:
         layer = self.examples[kind]
-        times = np.max([self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types], axis=0).tolist()
+        by_type = [self._times(layer, tensor, samples, gpu_type) for gpu_type in self.gpu_types]
+        times = LayerTimes(*map(max, zip(*by_type, strict=True)))
         before = self.layers[layer.number - 1].span[0] if layer.number else layer.span[0]
 
         def cost_of(index: int) -> OperatorCost:
             return self.costs.operator(index, self._sharding(tensor, index), samples, self.gpu_type)
 
         walk = LayerWalk(self.costs, layer.span, layer.core, before, cost_of)
-        return LayerProfile(LayerTimes(*times), walk.memory())
+        return LayerProfile(times, walk.memory())
 
-    def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> NDArray[np.float64]:
-        """Return seconds forward, backward and of the core forward: those of the device, then those of the host."""
-        total = np.zeros(6)
-        for index in range(*layer.span):
-            cost = self.costs.operator(index, self._sharding(tensor, index), samples, gpu_type)
-            inside = layer.core[0] <= index < layer.core[1]
-            for first, name in ((0, "device_s"), (3, "host_s")):
-                forward, backward, again = (
-                    getattr(each, name) for each in (cost.forward, cost.backward, cost.recomputed)
-                )
-                total[first : first + 3] += forward, backward, inside * again
-        return total
+    def _times(self, layer: Layer, tensor: int, samples: int, gpu_type: str) -> LayerTimes:
+        costs = {
+            index: self.costs.operator(index, self._sharding(tensor, index), samples, gpu_type)
+            for index in range(*layer.span)
+        }
+        forward = [cost.forward for cost in costs.values()]
+        again = [costs[index].recomputed for index in range(*layer.core)]
+        pairs = [(cost.backward_input, cost.backward_weight) for cost in costs.values()]
+        return LayerTimes(
+            sum(each.device_s for each in forward),
+            sum(first.device_s + second.device_s for first, second in pairs),
+            sum(each.device_s for each in again),
+            sum(each.host_s for each in forward),
+            sum(first.host_s + second.host_s for first, second in pairs),
+            sum(each.host_s for each in again),
+        )
 
     def _sharding(self, tensor: int, index: int) -> Sharding:
         return resolve((Axis("tensor", tensor),), self.costs.problem.workload.operators[index])

@@ -188,15 +188,28 @@ class LayerTables:
     def least(self, layers: Sequence[Layer], samples: int, accumulates: bool) -> Floats:
         """Return what layers that share a strategy cost at least: float64[3, strategies], inf where one cannot have it.
 
-        Their steps in seconds, and bytes that they keep: for a microbatch in flight, and without tied parameters for
-        good.
+        Their steps in seconds, and bytes that they keep: for a microbatch in flight, and of what is not tied for good.
         """
         total = np.zeros((3, len(self.strategies)))
         for kind, count in Counter(layer.kind for layer in layers).items():
             example = self.estimator.profiles.examples[kind]
-            own = self._columns(example, samples, accumulates, self.ties(example))
-            total += count * np.array([own.step_s, own.forward_bytes, own.state_bytes])
+            own = self._columns(example, samples, accumulates, frozenset())
+            state_bytes = own.state_bytes * self._untied_share(example)
+            total += count * np.array([own.step_s, own.forward_bytes, state_bytes])
         return total
+
+    def _untied_share(self, layer: Layer) -> Floats:
+        """Return the share of a layer's parameters that is not tied, by strategy: float64[S], 0 where it cannot be."""
+        if not self.ties(layer):
+            return np.ones(len(self.strategies))
+        share: dict[int, float] = {}
+        for tensor in {strategy.tensor for strategy in self.strategies}:
+            try:
+                elements = self.estimator.profiles.parameters(layer.kind, tensor)
+            except ValueError:  # the degree does not divide this layer
+                elements = {}
+            share[tensor] = elements.get("", 0) / max(1, sum(elements.values()))
+        return np.array([share[strategy.tensor] for strategy in self.strategies])
 
     def _waits(
         self, layers: Sequence[Layer], held: Sequence[frozenset[str]]

@@ -130,19 +130,21 @@ def weigh(
     search: DegreeSearch, cut: Cut
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
-    samples, num_microbatches = cut.samples, cut.parts
+    samples = cut.samples
     strategy = initial_strategy(search, samples)
     if strategy is None:
         return None
     memory = np.zeros((search.num_stages, len(search.layers)))
     seconds = np.zeros_like(memory)
-    for layer in search.layers:
-        cost = search.estimator.layer(layer, strategy, samples, accumulates=num_microbatches > 1, held_ties=frozenset())
+    kinds = np.array([layer.kind for layer in search.layers])
+    held = np.array(
+        [in_flight(search.options.schedule, stage, search.num_stages, cut.parts) for stage in range(search.num_stages)]
+    )
+    for layer in search.estimator.profiles.examples:
+        cost = search.estimator.layer(layer, strategy, samples, accumulates=cut.parts > 1, held_ties=frozenset())
         assert cost is not None, "checked for every kind"
-        seconds[:, layer.number] = cost.step_s
-        for stage in range(search.num_stages):
-            held = in_flight(search.options.schedule, stage, search.num_stages, num_microbatches)
-            memory[stage, layer.number] = held * cost.forward_bytes + cost.state_bytes
+        seconds[:, kinds == layer.kind] = cost.step_s
+        memory[:, kinds == layer.kind] = (held * cost.forward_bytes + cost.state_bytes)[:, None]
     return memory, seconds
 
 
