@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from searchers.base import LOWERED_BUDGETS
+from searchers.galvatron.partitions import even
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
-from searchers.galvatron.searcher import Galvatron, GalvatronBMW
+from searchers.galvatron.searcher import Galvatron, GalvatronBMW, variant_options
 from searchers.registry import searcher_named
 from simulator.problem import Problem, ProblemSpec
 from simulator.simulate import simulate
@@ -99,3 +100,25 @@ def test_no_pure_strategy_that_the_objective_lets_fit_is_better(searcher: str, l
     scores = [own.score(to_plan(plan, problem), problem) for plan in pure if plan.fits]
     best_s = min(score.objective for score in scores if score.fits)
     assert own.search(problem).plans[0].objective <= best_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("variant", ["galvatron-base", "galvatron-bmw"])
+@pytest.mark.parametrize("model", ["bert-huge-32", "t5-large-32", "swin-huge-32"])
+@pytest.mark.parametrize(("memory", "outside"), [("shapes", "layers"), ("released", "data")])
+def test_pure_plans_that_are_left_out_are_slower_or_need_more(
+    variant: str, model: str, memory: str, outside: str
+) -> None:
+    """Whatever bounds a plan of one strategy from below must be below it: tied weights, a smaller last microbatch."""
+    options = replace(variant_options(variant), unequal_microbatches=True, memory=memory, outside=outside)
+    planner = Planner(titan(model, 24, 12), options)
+    count = 0
+    for search in planner.searches.values():
+        partition = even(len(search.layers), search.num_stages)
+        for cut in search.rule_cuts(24):
+            whole = search.pure(partition, 24, cut)
+            for plan in whole:
+                below_s, most_bytes = plan.iteration_time_s * (1 + 1e-12), plan.peak_bytes
+                left = search.pure(partition, 24, cut, below_s=below_s, most_bytes=most_bytes)
+                assert plan in left
+                count += len(left) < len(whole)
+    assert count
