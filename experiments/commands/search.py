@@ -28,6 +28,7 @@ from experiments.console import (
     short_number,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
+from experiments.statuses import BUDGET_ENDED
 
 if TYPE_CHECKING:
     from experiments.judged import Judged
@@ -148,12 +149,13 @@ def search(
             }
         )
     else:
-        _show(found, judged, f"{searcher} on {problem.workload.name}, {cluster}", output)
+        title = f"{searcher} on {problem.workload.name}, {cluster}"
+        _show(found, judged, title, output, ended=row["budget_ended"] is True)
     if is_interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) -> None:
+def _show(found: SearchResult, judged: Judged, title: str, output: Path | None, *, ended: bool) -> None:
     from searchers.plan_words import describe_plan
     from simulator.result import format_bytes, format_s
 
@@ -164,7 +166,8 @@ def _show(found: SearchResult, judged: Judged, title: str, output: Path | None) 
     columns = [("rank", "right"), ("objective, s", "right"), ("plan", "left")]
     print_table(title, columns, rows)
     counters = ", ".join(f"{_number(count)} {_counter_words(name, count)}" for name, count in found.counters.items())
-    console().print(f"{counters}; {found.wall_s:.2f} s", soft_wrap=True)
+    cost = [counters, f"{found.wall_s:.2f} s", *([BUDGET_ENDED] if ended else [])]
+    console().print("; ".join(cost), soft_wrap=True)
     tightest = judged.tightest
     memory = f"{format_bytes(tightest.peak_reserved_bytes)} reserved of {format_bytes(tightest.capacity_bytes)}"
     simulated = [f"{format_s(judged.result.iteration_time_s)}, {memory}"]

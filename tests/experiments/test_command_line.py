@@ -176,6 +176,10 @@ def test_search_writes_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, out, error = run(capsys, "simulate", path, "--json")
     assert code == 0, error
     assert json.loads(out)["iteration_time_s"] == found["simulated"]["iteration_time_s"]
+    for budget, is_said in ((2, True), (1000, False)):
+        code, out, error = run(capsys, "search", *PROBLEM, "-b", 4, "-s", "megatron-grid", "--budget", budget)
+        assert code == 0, error
+        assert ("the budget ended the search" in out) == is_said
 
 
 BLIND = """
