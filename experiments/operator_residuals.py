@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from experiments.cases.campaign_operators import MeasuredOperator, measured_operators
 from experiments.cases.campaigns import FOLDER
-from workloads.kernels import Kernel
+from simulator.costs import cost_tables
+from workloads.kernels import Kernel, MemoryBound
 
 SHORTEST_SHARE = 0.01
 """Of the passes of a unit, below which a kind is not worth a line."""
@@ -81,8 +82,11 @@ def _passes(each: MeasuredOperator) -> Iterator[tuple[str, Sequence[Kernel], flo
 
 def _modelled_s(each: MeasuredOperator, kernels: Sequence[Kernel]) -> float:
     hardware, gpu_type = each.problem.hardware, each.problem.gpu_types[0]
-    dtype = each.problem.runtime.implementation.dtype
-    return sum(hardware.kernel_time_s(gpu_type, kernel, dtype) for kernel in kernels)
+    dtype, clock = each.problem.runtime.implementation.dtype, cost_tables(each.problem).clock_slowdown(gpu_type)
+    return sum(
+        hardware.kernel_time_s(gpu_type, kernel, dtype) * (1.0 if isinstance(kernel, MemoryBound) else clock)
+        for kernel in kernels
+    )
 
 
 def main() -> None:

@@ -154,13 +154,33 @@ class ConvolutionFactors(FileModel):
         return _exactly(value, MATMUL_ROLES)
 
 
+class PowerCurve(FileModel):
+    """What a GPU would draw at full clock, over its power limit; power falls with the clock to the ``exponent``.
+
+    Attributes:
+        memory: While nothing but memory is busy.
+        products: While products run as fast as they can, by dtype; other dtypes are within the limit.
+        exponent: 3 where the voltage is in proportion to the clock.
+        source: Where it comes from.
+    """
+
+    memory: Share
+    products: Mapping[str, Positive]
+    exponent: Positive
+    source: Text
+
+
 class EfficiencyCurves(FileModel):
-    """All curves of one GPU architecture; ``matmul`` and ``convolutions``, where they were measured, by dtype."""
+    """All curves of one GPU architecture; ``matmul`` and ``convolutions``, where they were measured, by dtype.
+
+    ``power`` where products alone are beyond the power limit, which nothing else here knows.
+    """
 
     matmul: Mapping[str, MatmulCurve]
     memory: MemoryCurve
     attention: AttentionCurve
     convolutions: Mapping[str, ConvolutionFactors] = {}
+    power: PowerCurve | None = None
 
     @model_validator(mode="after")
     def _known_types(self) -> EfficiencyCurves:

@@ -109,6 +109,7 @@ def _curves(curves: EfficiencyCurves, factors: Mapping[str, float], source: str)
         ),
         attention=curves.attention.model_copy(update={**attention, "source": source}),
         convolutions=curves.convolutions,
+        power=curves.power,
     )
 
 

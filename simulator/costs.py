@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from hardware_models.crowding import CrowdedGroup, unlike_groups
 from hardware_models.gpus import DtypeError
 from hardware_models.runtime_files import runtimes_in
+from simulator.clocks import clock_slowdown_of
+from simulator.fidelity import Fidelity
 from simulator.kept import MAX_PLANS, MAX_STAGES, Kept
 from simulator.lowering.forms import operator_forms
 from simulator.lowering.mesh import (
@@ -68,6 +70,10 @@ _PHASES = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 class CostTables:
     """Memoised costs of one problem. Cheap to make; rows are computed when first asked for.
 
+    Args:
+        problem: The problem.
+        power_limit: Whether it slows products (`hardware_models.power`).
+
     Attributes:
         problem: The problem.
         stages: Stages lately lowered, with what was worked out for them.
@@ -76,8 +82,10 @@ class CostTables:
         forms: What stages of one form have in common, of stages lately lowered.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, power_limit: bool = True) -> None:
         self.problem = problem
+        self._power_limit = power_limit
+        self._slowdowns: dict[str, float] = {}
         self._operators: dict[tuple[int, Sharding, int, str], OperatorCost] = {}
         self._kernels: dict[tuple[str, Kernel], float] = {}
         self._tables: dict[tuple[Sharding, int, str], OperatorTable] = {}
@@ -287,10 +295,12 @@ class CostTables:
             key = (gpu_type, kernel)
             if key not in self._kernels:
                 try:
-                    self._kernels[key] = hardware.kernel_time_s(gpu_type, kernel, dtype)
+                    seconds = hardware.kernel_time_s(gpu_type, kernel, dtype)
                 except DtypeError as error:
                     fitting = ", ".join(runtimes_in(error.known, like=runtime)[:MOST_NAMED]) or "one's own"
                     raise ValueError(f"{error} of runtime {runtime.name}; runtimes that fit: {fitting}") from None
+                is_clocked = not isinstance(kernel, MemoryBound)
+                self._kernels[key] = seconds * self.clock_slowdown(gpu_type) if is_clocked else seconds
             seconds = self._kernels[key]
             bound_s = max(bound_s + seconds, host_s + (launch_s + seconds))
             host_s += launch_s
@@ -300,6 +310,21 @@ class CostTables:
         lead_s = lead_s if device_s > 0 else host_s + bare_s
         host_s += bare_s
         return Segment(device_s, host_s, max(bound_s, host_s), lead_s, (0.0, 0.0, device_s))
+
+    def clock_slowdown(self, gpu_type: str) -> float:
+        """Return what the power limit of a device type costs products; of the share of samples that is a device's."""
+        if gpu_type not in self._slowdowns:
+            self._slowdowns[gpu_type] = clock_slowdown_of(self.problem, gpu_type) if self._power_limit else 1.0
+        return self._slowdowns[gpu_type]
+
+    def under(self, fidelity: Fidelity) -> CostTables:
+        """Return these tables, or those without a power limit where it counts and ``fidelity`` leaves it out."""
+        limited = any(self.clock_slowdown(gpu_type) > 1 for gpu_type in self.problem.gpu_types)
+        return self if fidelity.power_limit or not limited else self._at_full_clock
+
+    @cached_property
+    def _at_full_clock(self) -> CostTables:
+        return CostTables(self.problem, power_limit=False)
 
     def launch_s(self, gpu_type: str) -> float:
         """Return the host's seconds per kernel launch: the runtime's, else the device type's."""

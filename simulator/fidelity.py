@@ -14,6 +14,7 @@ class Fidelity:
     Attributes:
         host: Hosts launch kernels at a finite rate.
         overlap_slowdown: Computation and communication slow each other while both run on a device.
+        power_limit: Products are slower where a GPU would draw more than its power limit.
         contention: Tasks share links and NICs.
         tensor_parallel: Collectives inside and between operators over tensor axes.
         resharding: Collectives where neighbouring operators want other layouts.
@@ -31,6 +32,7 @@ class Fidelity:
 
     host: bool = True
     overlap_slowdown: bool = True
+    power_limit: bool = True
     contention: bool = True
     tensor_parallel: bool = True
     resharding: bool = True

@@ -82,7 +82,7 @@ def simulate(
     began = perf_counter()
     fidelity = fidelity or Fidelity()
     canonical = validate(plan, problem)
-    costs = costs or cost_tables(problem)
+    costs = (costs or cost_tables(problem)).under(fidelity)
     timed = _timed(canonical, costs, fidelity, engine, progress, leave_out_periods)
     lowered, schedule, iteration_time_s = timed.lowered, timed.schedule, timed.iteration_time_s
     run: Run | LaterRun
@@ -145,8 +145,9 @@ def simulate_time_s(
     """
     check_engine(engine)
     canonical = validate(plan, problem)
-    costs = costs or cost_tables(problem)
-    return _timed(canonical, costs, fidelity or Fidelity(), engine, None, leave_out_periods=True).iteration_time_s
+    fidelity = fidelity or Fidelity()
+    costs = (costs or cost_tables(problem)).under(fidelity)
+    return _timed(canonical, costs, fidelity, engine, None, leave_out_periods=True).iteration_time_s
 
 
 class _Timed(NamedTuple):

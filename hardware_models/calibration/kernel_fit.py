@@ -25,7 +25,7 @@ from hardware_models.gpus import (
     MatmulCurve,
     MemoryCurve,
 )
-from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul
+from workloads.kernels import Convolution, FlashAttention, Kernel, Matmul, MemoryBound
 
 Vector = npt.NDArray[np.float64]
 PULL = 0.02
@@ -43,12 +43,14 @@ class KernelRow:
         kernels: In launch order.
         seconds: Measured.
         label: Row id.
+        unit: Of a campaign: rows of one share a clock.
     """
 
     group: str
     kernels: tuple[Kernel, ...]
     seconds: float
     label: str
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,13 @@ class Parameter:
     high: float
 
 
-def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Iterable[Kernel]) -> float:
-    """Return device seconds of ``kernels`` under ``curves`` (which need not be the GPU's shipped ones)."""
+def predict_s(
+    gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Iterable[Kernel], slowdown: float = 1.0
+) -> float:
+    """Return device seconds of ``kernels`` under ``curves`` (which need not be the GPU's shipped ones).
+
+    ``slowdown``: that of the clock (`hardware_models.power`).
+    """
     total = 0.0
     for kernel in kernels:
         if isinstance(kernel, Matmul):
@@ -73,7 +80,8 @@ def predict_s(gpu: GpuType, curves: EfficiencyCurves, dtype: str, kernels: Itera
             seconds = convolution_s(gpu, curves.matmul[dtype], kernel, dtype, convolution_factors(gpu, curves, dtype))
         else:
             seconds = memory_bound_s(gpu, curves.memory, kernel)
-        total += max(gpu.kernel_floor_s, seconds)
+        clock = 1.0 if isinstance(kernel, MemoryBound) else slowdown
+        total += clock * max(gpu.kernel_floor_s, seconds)
     return total
 
 
@@ -116,8 +124,16 @@ def build_curves(
         forward_half_waves=values.get("attention.forward_half_waves", base.attention.forward_half_waves),
         backward_half_waves=values.get("attention.backward_half_waves", base.attention.backward_half_waves),
     )
+    power = base.power
+    if power is not None and "power.products" in values:
+        products = {**power.products, dtype: values["power.products"]}
+        power = power.model_copy(update={"products": products, "source": source})
     return EfficiencyCurves(
-        matmul={**base.matmul, dtype: matmul}, memory=memory, attention=attention, convolutions=base.convolutions
+        matmul={**base.matmul, dtype: matmul},
+        memory=memory,
+        attention=attention,
+        convolutions=base.convolutions,
+        power=power,
     )
 
 

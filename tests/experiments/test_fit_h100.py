@@ -7,8 +7,16 @@ from statistics import fmean
 import pytest
 
 from experiments.cases.campaigns import CALIBRATED, FOLDER, cases_of
-from experiments.fit_h100 import CAMPAIGN, CURVES, GPU, executor_host, fitted_curves, kernel_rows
-from hardware_models.calibration.kernel_fit import predict_s
+from experiments.fit_h100 import (
+    CAMPAIGN,
+    CURVES,
+    GPU,
+    executor_host,
+    fitted_curves,
+    kernel_rows,
+    predicted_s,
+    unit_passes,
+)
 from hardware_models.gpus import load_curves, load_gpu
 from hardware_models.runtime_files import load_runtime
 
@@ -23,6 +31,8 @@ def test_the_shipped_curves_are_those_of_the_fit(dtype: str) -> None:
     assert own.bandwidth_fraction == pytest.approx(theirs.bandwidth_fraction, rel=0.01)
     if dtype == "bf16":
         assert fitted.memory.fraction == pytest.approx(shipped.memory.fraction, rel=0.01)
+        assert fitted.power is not None and shipped.power is not None
+        assert fitted.power.products[dtype] == pytest.approx(shipped.power.products[dtype], rel=0.01)
         for name in ("forward", "backward", "forward_half_waves", "backward_half_waves"):
             assert getattr(fitted.attention, name) == pytest.approx(getattr(shipped.attention, name), rel=0.01)
 
@@ -35,7 +45,7 @@ def test_operators_not_fitted_on_are_predicted(dtype: str, campaign: str, mean: 
     gpu, curves = load_gpu(GPU), load_curves(CURVES)
     rows = [row for of_fit, row in kernel_rows(campaign, dtype) if not of_fit]
     assert len(rows) > 80
-    predicted = [predict_s(gpu, curves, dtype, row.kernels) for row in rows]
+    predicted = predicted_s(gpu, curves, dtype, rows, unit_passes(campaign, dtype))
     assert fmean(abs(own / row.seconds - 1) for own, row in zip(predicted, rows, strict=True)) < mean
     assert sum(predicted) == pytest.approx(sum(row.seconds for row in rows), rel=together)
 
