@@ -169,7 +169,7 @@ def rank_peaks(plan: Plan, held: Sequence[HeldBytes], last_held: Sequence[HeldBy
             peaks[rank] = states + max(in_passes, in_step)
             continue
         kept = sum(in_flight(plan, stage) * held[stage].kept for stage in own)
-        holds_all = all(in_flight(plan, stage) == plan.num_microbatches for stage in own)
+        holds_all = all(in_flight(plan, stage) == _turns(plan, stage) for stage in own)
         if holds_all:
             kept -= sum(held[stage].kept - last_held[stage].kept for stage in own)
         before = states - sum(held[stage].anew for stage in own) if holds_all else states
@@ -202,12 +202,20 @@ def _zero_bubble_bytes(plan: Plan, held: HeldBytes, stage: int) -> float:
 
 
 def in_flight(plan: Plan, stage: int) -> int:
-    """Return how many microbatches a stage holds at once."""
-    m = plan.num_microbatches
+    """Return how many microbatches a stage holds at once: each of its replicas, where they take turns."""
+    most = _turns(plan, stage)
     if plan.schedule == "gpipe":
-        return m
+        return most
     warmup = plan.warmup_in_force()
     if warmup is not None:
-        replicas = batch_replicas(plan.stages[stage]) if plan.rotates else 1
-        return min(m, -(-warmup[stage] // replicas))
-    return min(m, len(plan.stages) - stage)
+        return min(most, -(-warmup[stage] // _num_in_turn(plan, stage)))
+    return min(most, len(plan.stages) - stage)
+
+
+def _num_in_turn(plan: Plan, stage: int) -> int:
+    return batch_replicas(plan.stages[stage]) if plan.rotates else 1
+
+
+def _turns(plan: Plan, stage: int) -> int:
+    """Return the microbatches of an iteration that a replica of a stage has at most."""
+    return -(-plan.num_microbatches // _num_in_turn(plan, stage))

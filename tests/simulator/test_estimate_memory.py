@@ -154,3 +154,18 @@ def test_a_heads_logits_are_gone_when_its_gradients_are_multiplied(runtime: str,
     workload = build_workload("gpt3-1.3b", attention=problem.runtime.attention, overrides=shape)
     found = FastEstimator(replace(problem, workload=workload))
     assert abs(errors(uniform_plan(found.problem, microbatch=4, recompute=recompute), found)[0]) < 0.001
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 7, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_replicas_that_take_turns_hold_their_own_microbatches(schedule: str, microbatches: int) -> None:
+    """Under GPipe each was charged all of them: up to as many times too much as there are replicas."""
+    spec = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x8", "megatron-lm-2021", 2 * microbatches)
+    problem = replace(spec.load(), workload=build_workload("gpt3-350m", overrides={"layers": 4}))
+    plan = replace(
+        uniform_plan(problem, pp=2, dp=2, microbatch=1, schedule=schedule),
+        replica_assignment="round_robin",
+        microbatch_size=2,
+        num_microbatches=microbatches,
+    )
+    assert estimate(plan, problem).peak_bytes == pytest.approx(simulated_peaks(plan, problem), rel=0.02)
