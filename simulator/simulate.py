@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from simulator.costs import CostTables, cost_tables
+from simulator.engines.engine_common import DeadlockError
 from simulator.engines.engine_simpy import run_simpy
 from simulator.engines.steady_state import shortened
 from simulator.fidelity import Fidelity
@@ -19,6 +20,7 @@ from simulator.problem import Problem
 from simulator.remarks import remarks
 from simulator.result import SimulationResult
 from simulator.run import LaterRun, Run
+from simulator.schedules.one_f_one_b import warmup_p_a
 from simulator.segments import SOURCES
 from simulator.taskgraph import Schedule, TaskGraph
 from simulator.validate import validate
@@ -166,11 +168,11 @@ def _timed(
     leave_out_periods: bool,
 ) -> _Timed:
     if leave_out_periods:
-        shorter = shortened(plan, costs, fidelity, lambda graph: _run_engine(engine, graph, progress))
+        shorter = shortened(plan, costs, fidelity, lambda graph: _run_plan(plan, engine, graph, progress))
         if shorter is not None:
             return _Timed(shorter.lowered, shorter.schedule, shorter.iteration_time_s, is_whole=False)
     lowered = lower(plan, costs, fidelity)
-    schedule = _run_engine(engine, lowered.graph, progress)
+    schedule = _run_plan(plan, engine, lowered.graph, progress)
     return _Timed(lowered, schedule, float(schedule.end_s.max()), is_whole=True)
 
 
@@ -182,6 +184,17 @@ def _whole_run(plan: Plan, costs: CostTables, fidelity: Fidelity, engine: str) -
 def _run_of(plan: Plan, lowered: Lowered, schedule: Schedule, costs: CostTables) -> Run:
     live = partial(live_bytes, plan=plan, lowered=lowered, schedule=schedule, costs=costs)
     return Run(lowered.graph, schedule, live)
+
+
+def _run_plan(plan: Plan, engine: str, graph: TaskGraph, progress: Progress | None) -> Schedule:
+    try:
+        return _run_engine(engine, graph, progress)
+    except DeadlockError as error:
+        if plan.warmup is None:
+            raise
+        other = list(warmup_p_a(len(plan.stages), plan.num_microbatches))
+        words = f"warmup {list(plan.warmup)} lets passes wait for each other for ever; leave it out, which is {other}"
+        raise DeadlockError(f"{words}: {error}") from None
 
 
 def _run_engine(engine: str, graph: TaskGraph, progress: Progress | None) -> Schedule:

@@ -13,7 +13,7 @@ from simulator.lowering.mesh import batch_degree
 from simulator.plan import GRADIENT_REDUCTIONS, REPLICA_ASSIGNMENTS, TENSOR_WORDS, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
 from simulator.schedules.actions import PipelineShape
-from simulator.schedules.registry import schedule_named
+from simulator.schedules.registry import SCHEDULES, schedule_named
 from workloads.local import localize
 from workloads.operators import Operator
 
@@ -303,6 +303,12 @@ def _check_schedule(plan: Plan, problem: Problem, problems: list[str]) -> None:
         )
     try:
         schedule = schedule_named(plan.schedule)
+        if plan.rotates and not schedule.takes_turns:
+            able = ", ".join(each.name for each in SCHEDULES.values() if each.takes_turns)
+            problems.append(
+                f"replica_assignment: round_robin goes with the schedules {able}, got {plan.schedule}, which has no "
+                "order of its own for each replica; use one of these, or slice"
+            )
         if plan.warmup is not None and not schedule.takes_warmup:
             problems.append(f"warmup: schedule {plan.schedule} sets its own warm-up; leave warmup out")
             return

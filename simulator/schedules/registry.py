@@ -23,6 +23,8 @@ class PipelineSchedule:
             once, after both, where passes wait for what they send. Megatron-LM's interleaved schedule does
             (core/pipeline_parallel/schedules.py: ``send_forward_backward_recv_forward_backward``).
         takes_warmup: Whether a shape may give the warm-up of each stage.
+        takes_turns: Whether replicas may take whole microbatches in turn: the order of a rank leaves each of them
+            enough in flight.
     """
 
     name: str
@@ -31,13 +33,14 @@ class PipelineSchedule:
     splits_backward: bool = False
     exchanges_pairs: bool = False
     takes_warmup: bool = False
+    takes_turns: bool = False
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
     for schedule in (
-        PipelineSchedule("gpipe", gpipe.check, gpipe.actions),
-        PipelineSchedule("1f1b", one_f_one_b.check, one_f_one_b.actions, takes_warmup=True),
+        PipelineSchedule("gpipe", gpipe.check, gpipe.actions, takes_turns=True),
+        PipelineSchedule("1f1b", one_f_one_b.check, one_f_one_b.actions, takes_warmup=True, takes_turns=True),
         PipelineSchedule("interleaved", interleaved.check, interleaved.actions, exchanges_pairs=True),
         PipelineSchedule("zb-h1", zero_bubble.check, zero_bubble.actions, splits_backward=True),
     )

@@ -198,3 +198,12 @@ def test_plans_of_equal_stages_take_what_the_simulator_says_whatever_the_runtime
         plan = uniform_plan(problem, pp=4)
         expected_s = simulate_time_s(plan, problem, engine="compiled", fidelity=ALONE)
         assert estimate(plan, problem).iteration_time_s == pytest.approx(expected_s, rel=0.02)
+
+
+def test_a_warm_up_that_waits_for_itself_is_named() -> None:
+    """Hosts that wait for what they receive launch a backward's receive behind forwards that it is waited for by."""
+    problem = small_problem("gpt", cluster="v100-32g-dgx1:1x4", runtime="megatron-lm-2021", global_batch=16)
+    plan = uniform_plan(problem, pp=4, microbatch=1)
+    with pytest.raises(ValueError, match=r"warmup \[8, 8, 1, 1\] lets .* leave it out, which is \[4, 3, 2, 1\]"):
+        simulate_time_s(replace(plan, warmup=(8, 8, 1, 1)), problem)
+    assert simulate_time_s(replace(plan, warmup=(4, 3, 2, 1)), problem) == simulate_time_s(plan, problem)

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[Change, str]] = {
     "batch": (lambda p: replace(p, num_microbatches=3), r"global batch 16, got 2 \* 3 = 6; try num_microbatches: 8"),
     "batch not divisible": (lambda p: replace(p, microbatch_size=3), "try microbatch_size: 2, num_microbatches: 8"),
     "overlap": (lambda p: _stage(p, 1, operators=((26, 55),)), r"stages\.1.*operator 26 .* is in stage 0 already"),
+    "turns": (
+        lambda p: replace(p, replica_assignment="round_robin", schedule="zb-h1"),
+        "round_robin goes with the schedules gpipe, 1f1b, got zb-h1",
+    ),
     "hole": (lambda p: _stage(p, 1, operators=((28, 55),)), "every operator must be in a stage, 1 are in none"),
     "range": (lambda p: _stage(p, 1, operators=((27, 99),)), r"0 <= start < stop <= 55"),
     "no device": (lambda p: _stage(p, 0, devices=()), r"stages\.0\.devices.*at least one"),
