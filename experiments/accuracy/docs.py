@@ -41,7 +41,7 @@ rows:
 - kernels: flash attention by generation and its Triton port, how many of its tiles there are, TensorFlow's one kernel
   per operation, the dispatch of an unfused softmax's operations and where Megatron's fused one stops, torch's
   gradient of the loss, Adam in plain operations, its flat tensors, additions to gradient buffers and where residuals
-  branch off, RTX TITAN's products;
+  branch off, RTX TITAN's products, the power limit of H100s;
 - communication: gathers without prefetch, transfers in parts, copies of gradients, what a device stands still around a
   collective between operators, each protocol's own share of NVLink over several nodes, the one communicator of FSDP;
 - machines: the T4's curves and links, the A100's memory fractions and TF32 products, the clocks of the DGX-2's V100;
