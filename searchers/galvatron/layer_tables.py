@@ -199,7 +199,7 @@ class LayerTables:
         return total
 
     def _untied_share(self, layer: Layer) -> Floats:
-        """Return the share of a layer's parameters that is not tied, by strategy: float64[S], 0 where it cannot be."""
+        """Return the share of a layer's parameters that is not tied, by strategy: float64[S], 1 where it cannot be."""
         if not self.ties(layer):
             return np.ones(len(self.strategies))
         share: dict[int, float] = {}
@@ -208,7 +208,7 @@ class LayerTables:
                 elements = self.estimator.profiles.parameters(layer.kind, tensor)
             except ValueError:  # the degree does not divide this layer
                 elements = {}
-            share[tensor] = elements.get("", 0) / max(1, sum(elements.values()))
+            share[tensor] = elements[""] / max(1, sum(elements.values())) if elements else 1.0
         return np.array([share[strategy.tensor] for strategy in self.strategies])
 
     def _waits(

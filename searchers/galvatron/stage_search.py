@@ -182,7 +182,9 @@ class DegreeSearch:
         steps_s = last_s = found[:, 0]
         if cut.last is not None:
             last_s = np.array([self.tables.least(stage, cut.last, several)[0] for stage in stages])
-        seconds = (cut.parts - 1) * steps_s.max(axis=0) + last_s.sum(axis=0)
+        seconds = last_s.sum(axis=0)
+        if several:
+            seconds = seconds + (cut.parts - 1) * steps_s.max(axis=0)
         if self.estimator.released_time is not None:  # knows no steps
             seconds[np.isfinite(seconds)] = 0.0
         held = np.array([[self._held(place, batch, cut)] for place in range(len(stages))])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from searchers.base import LOWERED_BUDGETS
+from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.partitions import even
 from searchers.galvatron.planner import Planner
 from searchers.galvatron.plans import to_plan
@@ -122,3 +124,13 @@ def test_pure_plans_that_are_left_out_are_slower_or_need_more(
                 assert plan in left
                 count += len(left) < len(whole)
     assert count
+
+
+@pytest.mark.parametrize(("parts", "samples"), [(1, 4), (8, 1)])
+def test_strategies_that_cannot_be_had_are_left_out_without_a_warning(parts: int, samples: int) -> None:
+    """Infinity times nothing: a single microbatch, and fewer samples than most strategies have replicas."""
+    search = Planner(titan("bert-huge-32", 8, 8), variant_options("galvatron-base")).searches[1]
+    with np.errstate(all="raise"):
+        whole = (len(search.layers),)
+        found = search.pure(whole, parts * samples, Cut(parts, samples), below_s=1e9, most_bytes=1e12)
+    assert {plan.stages[0].chosen[0].data for plan in found} == {degree for degree in (1, 2, 4, 8) if degree <= samples}
