@@ -8,7 +8,7 @@ merely list candidates subclass `CandidateSearcher` and write one method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import ClassVar
@@ -102,8 +102,7 @@ class UnfitResultError(ValueError):
 
 def check_objective(name: str) -> None:
     """Raise ValueError unless there is an objective of that name."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
+    check_one_of(OBJECTIVES, objective=name)
 
 
 def check_least(least: float, **options: float | None) -> None:
@@ -116,6 +115,18 @@ def check_least(least: float, **options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not (value >= least and isfinite(value)):
             raise ValueError(f"{name} must be at least {least:g}, got {value}")
+
+
+def check_one_of(allowed: Collection[object], **options: object) -> None:
+    """Raise ValueError unless each option is one of ``allowed``.
+
+    >>> check_one_of(("a", "b"), solver="c")
+    Traceback (most recent call last):
+    ValueError: solver must be one of a, b, got 'c'
+    """
+    for name, value in options.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 class Searcher(ABC):

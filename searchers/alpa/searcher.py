@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,15 @@ from searchers.alpa.oracle import CostModelOracle, Oracle, SearchCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.alpa.stage_costs import Solver, Spans
 from searchers.alpa.stage_table import Lookup, stage_arrays, to_plan
-from searchers.base import Ledger, Searcher, SearchResult, check_least
+from searchers.base import Ledger, Searcher, SearchResult, check_least, check_one_of
 from searchers.budget import Budget
 from searchers.degrees import microbatch_sizes
 from searchers.scores import Objective
 from simulator.costs import cost_tables
 from simulator.problem import Problem
 from simulator.uniform import repeated_layers
+
+StageOracle = Literal["cost-model", "simulator"]
 
 CAPACITY_STEPS = (1.0, 0.9, 0.8)
 """Shares of the memory that the inner search is told of, in turn, while its plan does not fit: its own account of
@@ -75,7 +77,7 @@ class Alpa(Searcher):
         counts_computation: bool = True,
         min_samples: int = 1,
         solver: Solver = "elimination",
-        stage_oracle: Literal["cost-model", "simulator"] = "cost-model",
+        stage_oracle: StageOracle = "cost-model",
         relative_noise: float = 0.0,
         contention: float = 0.0,
         compile_s_per_layer: float = 1.0,
@@ -95,6 +97,9 @@ class Alpa(Searcher):
         check_least(
             0, relative_noise=relative_noise, contention=contention, compile_s_per_layer=compile_s_per_layer
         )
+        check_one_of(get_args(Solver), solver=solver)
+        check_one_of(get_args(SubmeshSpace), submesh_space=submesh_space)
+        check_one_of(get_args(StageOracle), stage_oracle=stage_oracle)
         self.num_layers = num_layers
         self.min_microbatch = min_microbatch
         self.max_microbatch = max_microbatch

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from datafiles.words import counted
-from searchers.base import Ledger, Searcher, SearchResult, check_least
+from searchers.base import Ledger, Searcher, SearchResult, check_least, check_one_of
 from searchers.budget import Budget
 from searchers.dapple.baselines import WINDOWS, data_parallel
 from searchers.dapple.chain import GRANULARITIES, build_chain, cuts_of, layer_spans
@@ -85,8 +85,7 @@ class Dapple(Searcher):
             ("window", window, WINDOWS),
             ("replica_assignment", replica_assignment, ("slice", "round_robin")),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            check_one_of(allowed, **{name: value})
         self.space = space
         self.microbatch = microbatch
         self.profile_samples = profile_samples

@@ -5,7 +5,7 @@ Source: Yun and Park, "Fast Performance Prediction for Efficient Distributed DNN
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.oracle import Oracle
 from searchers.alpa.searcher import Alpa
 from searchers.alpa.stage_table import Lookup
+from searchers.base import check_one_of
 from searchers.mpe.estimator import Reuse, StageEstimator
 from searchers.mpe.holistic import shortest_path
 from simulator.costs import cost_tables
@@ -39,6 +40,8 @@ class Mpe(Alpa):
 
     def __init__(self, *, path: PathObjective = "1f1b", reuse: Reuse = "unique", **options: Any) -> None:
         super().__init__(**options)
+        check_one_of(get_args(PathObjective), path=path)
+        check_one_of(get_args(Reuse), reuse=reuse)
         self.path = path
         self.reuse: Reuse = reuse
 

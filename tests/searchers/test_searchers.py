@@ -150,6 +150,16 @@ def test_gpipe_runs_whole_stages_again_or_nothing() -> None:
         GPipe(recompute="always")
 
 
+@pytest.mark.parametrize(
+    ("searcher", "option"),
+    [("mpe", "path"), ("mpe", "reuse"), ("alpa", "solver"), ("alpa", "submesh_space"), ("alpa", "stage_oracle"),
+     ("dapple", "window")],
+)  # fmt: skip
+def test_words_that_an_option_does_not_know_are_refused(searcher: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be one of .*, got 'nonsense'"):
+        searcher_named(searcher, **{option: "nonsense"})
+
+
 @pytest.mark.parametrize(("shares", "words"), [((2, 2), "recompute 50%"), ((1, 3), "recompute 25%-75%")])
 def test_the_share_of_a_stage_that_runs_again_is_of_its_operators(shares: tuple[int, int], words: str) -> None:
     """Stages of four operators each, the first few of which run again."""
