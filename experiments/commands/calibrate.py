@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,8 +75,8 @@ def aceso(
     from simulator.problem_files import files_of
 
     all_writable(read=files_of(cluster=cluster), data=[output], pictures=[plot])
-    found = sources.aceso(folder, model=model, size=size, database=database, preset=cluster)
-    _finish(found, output, plot, as_json)
+    make = partial(sources.aceso, folder, model=model, size=size, database=database, preset=cluster)
+    _finish(make, output, plot, as_json)
 
 
 @app.command("galvatron")
@@ -95,7 +97,8 @@ def galvatron(
     from simulator.problem_files import files_of
 
     all_writable(read=[*files, *files_of(model, cluster, runtime)], data=[output], pictures=[plot])
-    _finish(calibrate(files, preset=cluster, model=model, runtime=runtime), output, plot, as_json)
+    make = partial(calibrate, files, preset=cluster, model=model, runtime=runtime)
+    _finish(make, output, plot, as_json)
 
 
 @app.command("alpa")
@@ -115,7 +118,7 @@ def alpa(
     from simulator.problem_files import files_of
 
     all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
-    _finish(sources.alpa(file, preset=cluster, gpu=gpu), output, plot, as_json)
+    _finish(partial(sources.alpa, file, preset=cluster, gpu=gpu), output, plot, as_json)
 
 
 @app.command("nccl-tests")
@@ -138,8 +141,8 @@ def nccl_tests(
     from simulator.problem_files import files_of
 
     all_writable(read=[*files, *files_of(cluster=cluster)], data=[output], pictures=[plot])
-    found = sources.nccl_tests(files, preset=cluster, collective=collective, ranks=ranks)
-    _finish(found, output, plot, as_json)
+    make = partial(sources.nccl_tests, files, preset=cluster, collective=collective, ranks=ranks)
+    _finish(make, output, plot, as_json)
 
 
 @app.command("kineto")
@@ -160,8 +163,8 @@ def kineto(
     from simulator.problem_files import files_of
 
     all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
-    found = sources.kineto(file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
-    _finish(found, output, plot, as_json)
+    make = partial(sources.kineto, file, preset=cluster, gpu=gpu, gpus_per_node=gpus_per_node)
+    _finish(make, output, plot, as_json)
 
 
 @app.command("runs")
@@ -201,12 +204,12 @@ def runs(
     all_writable(output, plot)
     all_writable(read=files_of_runs(table, common), data=[output], pictures=[plot])
     if constants is None:
-        _finish(measured_runs.runs(table, common), output, plot, as_json)
+        _finish(partial(measured_runs.runs, table, common), output, plot, as_json)
         return
     names = named(constants)
     with steps_progress("constants") as say:
         found = measured_runs.constants(table, names, say, common)
-    _finish(found, output, plot, as_json)
+    _finish(lambda: found, output, plot, as_json)
 
 
 @app.command("machine")
@@ -221,13 +224,15 @@ def machine(
     from simulator.problem_files import files_of
 
     all_writable(read=[file, *files_of(cluster=cluster)], data=[output], pictures=[plot])
-    _finish(sources.machine(file, preset=cluster), output, plot, as_json)
+    _finish(partial(sources.machine, file, preset=cluster), output, plot, as_json)
 
 
-def _finish(outcome: Outcome, output: Path | None, plot: Path | None, as_json: bool) -> None:
+def _finish(make: Callable[[], Outcome], output: Path | None, plot: Path | None, as_json: bool) -> None:
     from experiments.calibrate import report
     from hardware_models.calibration_file import save_calibration
 
+    with messages().status("reading and fitting ..."):
+        outcome = make()
     if output is not None:
         save_calibration(outcome.calibration, output)
     if plot is not None:
