@@ -319,8 +319,9 @@ class CostTables:
 
     def under(self, fidelity: Fidelity) -> CostTables:
         """Return these tables, or those without a power limit where it counts and ``fidelity`` leaves it out."""
-        limited = any(self.clock_slowdown(gpu_type) > 1 for gpu_type in self.problem.gpu_types)
-        return self if fidelity.power_limit or not limited else self._at_full_clock
+        if fidelity.power_limit or all(self.clock_slowdown(each) == 1 for each in set(self.problem.gpu_types)):
+            return self
+        return self._at_full_clock
 
     @cached_property
     def _at_full_clock(self) -> CostTables:

@@ -9,17 +9,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from searchers.galvatron.estimator import Estimator
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.pipeline_costs import LayerCost, in_whole_mib
 from searchers.galvatron.released_time import ReleasedTime
-from searchers.galvatron.stage_table import StageTable
+from searchers.galvatron.stage_table import Floats, StageTable
 from searchers.galvatron.strategies import Strategy
-
-Floats = NDArray[np.float64]
 
 
 class _Columns(NamedTuple):
@@ -35,9 +32,7 @@ class _Columns(NamedTuple):
     received_bytes: Floats
     early_bytes: Floats
 
-
 _fields_of = attrgetter(*_Columns._fields)
-
 
 class LayerTables:
     """Tables of the layers of one pipeline degree, from memoised rows.
