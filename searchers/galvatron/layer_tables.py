@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -32,7 +33,9 @@ class _Columns(NamedTuple):
     received_bytes: Floats
     early_bytes: Floats
 
+
 _fields_of = attrgetter(*_Columns._fields)
+
 
 class LayerTables:
     """Tables of the layers of one pipeline degree, from memoised rows.
@@ -52,6 +55,7 @@ class LayerTables:
         trees = list(dict.fromkeys(strategy.levels for strategy in self.strategies))
         self.weights = np.array([trees.index(strategy.levels) for strategy in self.strategies])
         self._ties_of: dict[int, frozenset[str]] = {}
+        self._untied_of: dict[int, Floats] = {}
         self._rows: dict[object, list[LayerCost | None]] = {}
         self._columns_of: dict[object, _Columns] = {}
         self._moves: dict[object, Floats] = {}
@@ -195,16 +199,14 @@ class LayerTables:
 
     def _untied_share(self, layer: Layer) -> Floats:
         """Return the share of a layer's parameters that is not tied, by strategy: float64[S], 1 where it cannot be."""
-        if not self.ties(layer):
-            return np.ones(len(self.strategies))
-        share: dict[int, float] = {}
-        for tensor in {strategy.tensor for strategy in self.strategies}:
-            try:
-                elements = self.estimator.profiles.parameters(layer.kind, tensor)
-            except ValueError:  # the degree does not divide this layer
-                elements = {}
-            share[tensor] = elements[""] / max(1, sum(elements.values())) if elements else 1.0
-        return np.array([share[strategy.tensor] for strategy in self.strategies])
+        if layer.kind not in self._untied_of:
+            share = dict.fromkeys({strategy.tensor for strategy in self.strategies}, 1.0)
+            for tensor in share if self.ties(layer) else ():
+                with suppress(ValueError):  # the degree does not divide this layer
+                    elements = self.estimator.profiles.parameters(layer.kind, tensor)
+                    share[tensor] = elements[""] / max(1, sum(elements.values()))
+            self._untied_of[layer.kind] = np.array([share[strategy.tensor] for strategy in self.strategies])
+        return self._untied_of[layer.kind]
 
     def _waits(
         self, layers: Sequence[Layer], held: Sequence[frozenset[str]]

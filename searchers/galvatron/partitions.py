@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from searchers.galvatron.degree_costs import DegreeCosts
 from searchers.galvatron.layer_profiles import Layer
 from searchers.galvatron.microbatches import Cut
 from searchers.galvatron.pipeline_costs import in_flight
 from searchers.galvatron.pipeline_plan import Partition
-from searchers.galvatron.stage_search import DegreeSearch
 from searchers.galvatron.strategies import SHARDED, TENSOR, Strategy
 
 HALF_LAYER, CAP = 0.5, 1.3
@@ -74,9 +74,7 @@ def least_maximum(loads: NDArray[np.float64]) -> Partition:
     return found
 
 
-def least_maximum_within(
-    loads: NDArray[np.float64], limited: NDArray[np.float64], limit: float
-) -> Partition | None:
+def least_maximum_within(loads: NDArray[np.float64], limited: NDArray[np.float64], limit: float) -> Partition | None:
     """Return that partition among those without a stage above ``limit`` in another weight, None if there is none.
 
     >>> ones = np.ones((2, 6))
@@ -107,18 +105,18 @@ def least_maximum_within(
     return tuple(reversed([*counts, stop]))
 
 
-def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
+def initial_strategy(degree: DegreeCosts, samples: int) -> Strategy | None:
     """Return the strategy that partitions are first weighed with: sharded data parallel where samples allow.
 
     Where a microbatch has too few samples, the one with the highest data degree; no checkpointing.
     """
     usable = [
         strategy
-        for strategy in search.strategies
+        for strategy in degree.strategies
         if not strategy.checkpoint
         and all(
-            search.estimator.layer(layer, strategy, samples, accumulates=False, held_ties=frozenset())
-            for layer in search.estimator.profiles.examples
+            degree.estimator.layer(layer, strategy, samples, accumulates=False, held_ties=frozenset())
+            for layer in degree.estimator.profiles.examples
         )
     ]
     return max(
@@ -126,63 +124,61 @@ def initial_strategy(search: DegreeSearch, samples: int) -> Strategy | None:
     )
 
 
-def weigh(
-    search: DegreeSearch, cut: Cut
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+def weigh(degree: DegreeCosts, cut: Cut) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return what layers weigh in memory (float64[P, L], bytes) and in time (float64[P, L], seconds)."""
     samples = cut.samples
-    strategy = initial_strategy(search, samples)
+    strategy = initial_strategy(degree, samples)
     if strategy is None:
         return None
-    memory = np.zeros((search.num_stages, len(search.layers)))
+    memory = np.zeros((degree.num_stages, len(degree.layers)))
     seconds = np.zeros_like(memory)
-    kinds = np.array([layer.kind for layer in search.layers])
+    kinds = np.array([layer.kind for layer in degree.layers])
     held = np.array(
-        [in_flight(search.options.schedule, stage, search.num_stages, cut.parts) for stage in range(search.num_stages)]
+        [in_flight(degree.options.schedule, stage, degree.num_stages, cut.parts) for stage in range(degree.num_stages)]
     )
-    for layer in search.estimator.profiles.examples:
-        cost = search.estimator.layer(layer, strategy, samples, accumulates=cut.parts > 1, held_ties=frozenset())
+    for layer in degree.estimator.profiles.examples:
+        cost = degree.estimator.layer(layer, strategy, samples, accumulates=cut.parts > 1, held_ties=frozenset())
         assert cost is not None, "checked for every kind"
         seconds[:, kinds == layer.kind] = cost.step_s
         memory[:, kinds == layer.kind] = (held * cost.forward_bytes + cost.state_bytes)[:, None]
     return memory, seconds
 
 
-def with_outside(search: DegreeSearch, cut: Cut, memory: NDArray[np.float64]) -> NDArray[np.float64]:
+def with_outside(degree: DegreeCosts, cut: Cut, memory: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the memory of layers with what the release charges stages, not layers, for embedding and head."""
     whole = memory.copy()
-    whole[0, 0] += search.outside_bytes(0, cut)
-    whole[-1, -1] += search.outside_bytes(search.num_stages - 1, cut)
+    whole[0, 0] += degree.outside_bytes(0, cut)
+    whole[-1, -1] += degree.outside_bytes(degree.num_stages - 1, cut)
     return whole
 
 
-def base_partition(search: DegreeSearch, cut: Cut, *, counts_outside: bool = True) -> Partition:
+def base_partition(degree: DegreeCosts, cut: Cut, *, counts_outside: bool = True) -> Partition:
     """Return the release's: equal layers evenly, others filled from the back by memory.
 
     Args:
-        search: Of the pipeline degree.
+        degree: What plans of the pipeline degree cost.
         cut: Microbatches.
         counts_outside: Embedding and head count in the mean memory, where the release's model charges the first stage
             with both (one node). The plans shipped for eight GPUs are cut so, those for sixteen are not.
     """
-    weighed = weigh(search, cut)
+    weighed = weigh(degree, cut)
     if weighed is None:
-        return even(len(search.layers), search.num_stages)
+        return even(len(degree.layers), degree.num_stages)
     memory = weighed[0][0]
-    cores = [_core_signature(search, layer) for layer in search.layers]
+    cores = [_core_signature(degree, layer) for layer in degree.layers]
     lightest: dict[object, float] = {}
     for core, weight in zip(cores, memory, strict=True):
         lightest[core] = min(float(weight), lightest.get(core, np.inf))
     weights = [lightest[core] for core in cores]
     if max(weights) - min(weights) < 1e-3 * max(weights):
-        return even(len(weights), search.num_stages)
-    released = search.estimator.released
-    outside = search.outside_bytes(0, cut) if counts_outside and released and released.charges_first else 0.0
-    return filled_from_the_back(weights, search.num_stages, outside)
+        return even(len(weights), degree.num_stages)
+    released = degree.estimator.released
+    outside = degree.outside_bytes(0, cut) if counts_outside and released and released.charges_first else 0.0
+    return filled_from_the_back(weights, degree.num_stages, outside)
 
 
-def _core_signature(search: DegreeSearch, layer: Layer) -> tuple[int, ...]:
-    return tuple(search.estimator.problem.workload.signatures[layer.core[0] : layer.core[1]])
+def _core_signature(degree: DegreeCosts, layer: Layer) -> tuple[int, ...]:
+    return tuple(degree.estimator.problem.workload.signatures[layer.core[0] : layer.core[1]])
 
 
 def neighbours(partition: Partition, slowest: int) -> Iterator[Partition]:
