@@ -3,9 +3,8 @@
 Used: the operators of GPT 350M and 2.6B and LLaMA 1B, one by one, as profiled on one H100 (``campaigns.CALIBRATED``;
 torch 2.11, CUDA 13.0), times the factor that each unit's calibration plans gave them (1.00 to 1.07: in an iteration the
 clock gets less rest). Their plans are in no group that is predicted without a profile. Reported: the operators of the
-campaign's other models, those of a second H100, and those of ``single-gpu-families``. Left out: backward passes that
-autograd adds gradients of other operators to, norms (one block of threads a row or a channel: see the note of the
-curves), embeddings and convolutions, and what takes less than 30 us.
+campaign's other models, those of a second H100, and those of ``single-gpu-families``. Left out: embeddings,
+convolutions and what goes with them, and what takes less than 30 us.
 
 The executor's host is that of GPT 350M's smallest microbatch in ``single-gpu-small`` (one H200), where operators were
 timed host and all, times what calibration plans took of it (0.97 and 0.67). Held back one by one, as on the H100, an
@@ -44,18 +43,23 @@ SOURCE = "this run"
 GPU, CURVES, CAMPAIGN = "h100-sxm5-80gb", "hopper", "single-gpu"
 HOST_CAMPAIGN, HOST_UNITS = "single-gpu-small", ("gpt-350m bf16", "gpt-350m bf16-flash")
 REPORTED = ("single-gpu-second", "single-gpu-families")
-ELSEWHERE = ("add", "dropout_add", "relu")
-"""Backward passes that also add up the gradients of what several operators read, or do not where the model has it."""
-NORMS = ("layer_norm", "rms_norm", "batch_norm", "shortcut")
-LEFT_OUT = (*NORMS, "embedding", "patch_embedding", "conv2d", "max_pool", "global_average_pool", "classifier_loss")
+CONVOLUTIONAL = ("conv2d", "batch_norm", "shortcut", "max_pool", "global_average_pool")
+LEFT_OUT = (*CONVOLUTIONAL, "embedding", "patch_embedding", "classifier_loss")
 SHORTEST_S = 30e-6
-MEMORY = (Parameter("fraction.strided", 0.6, 0.2, 1.0),)
+MEMORY = (
+    Parameter("fraction.strided", 0.6, 0.2, 1.0),
+    Parameter("row_ns.row_norm", 0.7, 0.0, 3.0),
+    Parameter("row_ns.column_sum", 2.4, 0.0, 10.0),
+)
 """The other fractions are the A100's, which these rows bear out (GELU -7 and -1 %, softmax backward +1)."""
 GRADIENT = Parameter("limit.gradient", 0.8, 0.3, 1.0)
 """Of both gradients: a row of backward is their sum."""
 POWER = Parameter("power.products", 1.4, 1.0, 2.0)
 """What nothing but memory draws cannot be told from it by these rows; 0.6 of the limit is assumed."""
-PARAMETERS = {"bf16": (*MATMUL, GRADIENT, *MEMORY, *ATTENTION, POWER), "fp32": (MATMUL[0], GRADIENT)}
+PARAMETERS = {
+    "bf16": (*MATMUL, GRADIENT, *MEMORY, *ATTENTION, POWER),
+    "fp32": (MATMUL[0], Parameter("half_k", 100.0, 0.0, 400.0), GRADIENT),
+}
 
 
 def kernel_rows(campaign: str, dtype: str) -> Iterator[tuple[bool, KernelRow]]:
@@ -71,8 +75,7 @@ def kernel_rows(campaign: str, dtype: str) -> Iterator[tuple[bool, KernelRow]]:
             ("forward", each.forward, each.row.forward_s),
             ("backward", each.backward, each.row.backward_s),
         ):
-            is_elsewhere = word == "backward" and each.operator.kind in ELSEWHERE
-            if kernels and seconds > SHORTEST_S and not is_elsewhere:
+            if kernels and seconds > SHORTEST_S:
                 label = f"{each.unit} {each.row.role} of {each.row.samples}"
                 yield of_fit, KernelRow(f"{each.operator.kind} {word}", kernels, seconds, label, each.unit)
 

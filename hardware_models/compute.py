@@ -209,7 +209,7 @@ def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulC
 def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> float:
     """Return seconds of a pass over memory."""
     rate = gpu.memory_bytes_per_s * curve.share(kernel.pattern)
-    return (kernel.total_bytes + curve.ramp_bytes) / rate
+    return (kernel.total_bytes + curve.ramp_bytes) / rate + kernel.rows * curve.row_s.get(kernel.pattern, 0.0)
 
 
 FLASH_SLOWNESS = {1: (1.4, 2.0), 2: (1.0, 1.0)}

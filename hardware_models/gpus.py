@@ -32,8 +32,10 @@ HERE = Path(__file__).parent
 
 
 MATMUL_ROLES = ("forward", "data_gradient", "weight_gradient")
-STRIDED = "strided"
-PATTERNS = ("elementwise", "reduction", "random", "gather", STRIDED)
+AS_ANOTHER = {"strided": "elementwise", "row_norm": "reduction", "column_sum": "reduction"}
+"""Patterns of access that few GPUs were measured with, and those that stand for them elsewhere."""
+
+PATTERNS = ("elementwise", "reduction", "random", "gather", *AS_ANOTHER)
 
 
 def _exactly(value: Mapping[str, float], keys: tuple[str, ...]) -> Mapping[str, float]:
@@ -80,18 +82,27 @@ class MatmulCurve(FileModel):
 class MemoryCurve(FileModel):
     """Memory-bound kernels: share of the bandwidth by access pattern, and how small ones fall short.
 
-    time = (bytes + ramp_bytes) / (bandwidth * fraction[pattern]): ``ramp_bytes`` is what could have moved
-    while the kernel starts and drains. Where ``strided`` was not measured, it is as ``elementwise``.
+    time = (bytes + ramp_bytes) / (bandwidth * fraction[pattern]) + rows * row_s[pattern]: ``ramp_bytes`` is what could
+    have moved while the kernel starts and drains, ``row_s`` what blocks of threads wait for with each row beside memory
+    (nothing where it was not measured). Patterns that were not measured are as others (``AS_ANOTHER``).
     """
 
     fraction: Mapping[str, Fraction]
     ramp_bytes: RampBytes
     source: Text
+    row_s: Mapping[str, Seconds] = {}
 
     @field_validator("fraction")
     @classmethod
     def _complete(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        _exactly({name: share for name, share in value.items() if name != STRIDED}, PATTERNS[:-1])
+        measured = tuple(name for name in PATTERNS if name in value or name not in AS_ANOTHER)
+        return _exactly(value, measured)
+
+    @field_validator("row_s")
+    @classmethod
+    def _known(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        if not set(value) <= set(PATTERNS):
+            raise ValueError(f"keys must be among {', '.join(PATTERNS)}, got {', '.join(value)}")
         return value
 
     def share(self, pattern: str) -> float:
@@ -102,7 +113,7 @@ class MemoryCurve(FileModel):
         """
         if pattern not in PATTERNS:
             raise ValueError(f"pattern must be one of {', '.join(sorted(PATTERNS))}, got {pattern!r}")
-        return self.fraction.get(pattern, self.fraction["elementwise"])
+        return self.fraction[pattern if pattern in self.fraction else AS_ANOTHER[pattern]]
 
 
 class AttentionCurve(FileModel):

@@ -162,14 +162,18 @@ class MemoryBound:
     Attributes:
         read_bytes, write_bytes: Bytes of device memory touched.
         pattern: ``"elementwise"``, ``"reduction"`` (norms, softmax, bias gradients), ``"random"``
-            (draws random numbers: dropout), ``"gather"`` (embedding look-up and its scatter-add) or ``"strided"``
+            (draws random numbers: dropout), ``"gather"`` (embedding look-up and its scatter-add), ``"strided"``
             (torch's elementwise kernels on operands that are not contiguous: each thread reckons where its elements
-            lie and loads them one by one; aten/native/cuda/CUDALoops.cuh, ``launch_legacy_kernel``).
+            lie and loads them one by one; aten/native/cuda/CUDALoops.cuh, ``launch_legacy_kernel``), ``"row_norm"``
+            (a block of threads for each row finds its mean and variance before it writes) or ``"column_sum"`` (a block
+            for a few columns goes down all rows).
+        rows: Of the latter two, rows.
     """
 
     read_bytes: float
     write_bytes: float
     pattern: str = "elementwise"
+    rows: float = 0.0
 
     @property
     def total_bytes(self) -> float:

@@ -12,7 +12,7 @@ from simulator.problem import Problem
 from workloads.kernels import Kernel
 from workloads.kinds.base import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Local
 from workloads.local import localize
-from workloads.operators import Operator
+from workloads.operators import Operator, Workload
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,13 @@ class MeasuredOperator:
     Attributes:
         unit, model: Of the campaign.
         problem: With the profile.
-        operator: The first that has the row's role (``Workload.profile_roles``).
+        operator: The middle one of those that have the row's role (``Workload.profile_roles``).
         count: Operators that have it.
         row: What was measured, times what calibration plans took of it: kernels run on in an iteration, where the
             clock gets less rest (0.99 to 1.10 of their time one by one), and a host that is not held back is quicker.
         local: Its shapes on one device.
-        forward, backward: Kernels of either pass.
+        forward, backward: Kernels of either pass. Sums of gradients (`Kind.gradient_sums`) are with the operator that
+            goes backward next, as they were profiled.
     """
 
     unit: str
@@ -50,6 +51,7 @@ def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
     for unit, model, problem in units_of(path):
         workload, profile = problem.workload, problem.hardware.operator_profile
         assert profile is not None, unit
+        sums = _sums(problem.workload)
         indices: dict[str, list[int]] = {}
         for index, role in enumerate(workload.profile_roles):
             indices.setdefault(role, []).append(index)
@@ -57,9 +59,37 @@ def measured_operators(path: Path) -> Iterator[MeasuredOperator]:
             if row.tensor_size > 1:
                 continue
             own = indices[row.role]
-            op, shapes = workload.operators[own[0]], workload.input_shapes(own[0], row.samples)
-            local = localize(op.definition, op.attributes, shapes, [], problem.runtime.implementation)
-            forward, *backward = (
-                tuple(op.definition.kernels(phase, local)) for phase in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+            index = own[len(own) // 2]
+            op, local = workload.operators[index], _local(problem, index, row.samples)
+            forward, back, weights = (
+                op.definition.kernels(phase, local) for phase in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
-            yield MeasuredOperator(unit, model, problem, op, len(own), row, local, forward, sum(backward, ()))
+            alone = back[: len(back) - len(op.definition.gradient_sums(local))]
+            first = [
+                kernel
+                for reader in sums.get(index, ())
+                for kernel in workload.operators[reader].definition.gradient_sums(_local(problem, reader, row.samples))
+            ]
+            backward = (*first, *alone, *weights)
+            yield MeasuredOperator(unit, model, problem, op, len(own), row, local, tuple(forward), backward)
+
+
+def _local(problem: Problem, index: int, samples: int) -> Local:
+    """Return what one device sees of an operator."""
+    op, shapes = problem.workload.operators[index], problem.workload.input_shapes(index, samples)
+    return localize(op.definition, op.attributes, shapes, [], problem.runtime.implementation)
+
+
+def _sums(workload: Workload) -> dict[int, list[int]]:
+    """Return by operator the readers whose sums of gradients are made just before its backward.
+
+    The gradients of a tensor meet behind each of its readers but the last one, which goes backward first: what that one
+    adds is made behind the first.
+    """
+    found: dict[int, list[int]] = {}
+    for tensor, readers in workload.consumers.items():
+        for reader in readers:
+            if workload.operators[reader].inputs[-1] == tensor:
+                behind = reader if reader < readers[-1] else readers[0]
+                found.setdefault(behind - 1, []).append(reader)
+    return found

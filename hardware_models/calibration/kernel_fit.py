@@ -90,7 +90,8 @@ def build_curves(
 ) -> EfficiencyCurves:
     """Return ``base`` with the fitted values put in their places (``limit.forward`` ...).
 
-    ``limit.gradient`` is that of both gradients, where rows do not tell them apart.
+    ``limit.gradient`` is that of both gradients, where rows do not tell them apart; ``row_ns`` are nanoseconds, since
+    the fit takes steps of numbers near one.
     """
     old = base.matmul[dtype]
     limit = {role: values.get(f"limit.{role}", old.limit[role]) for role in MATMUL_ROLES}
@@ -115,6 +116,10 @@ def build_curves(
         },
         ramp_bytes=values.get("ramp_bytes", base.memory.ramp_bytes),
         source=source,
+        row_s={
+            **base.memory.row_s,
+            **{name: 1e-9 * values[f"row_ns.{name}"] for name in PATTERNS if f"row_ns.{name}" in values},
+        },
     )
     attention = AttentionCurve(
         forward=values.get("attention.forward", base.attention.forward),

@@ -31,6 +31,7 @@ def test_the_shipped_curves_are_those_of_the_fit(dtype: str) -> None:
     assert own.bandwidth_fraction == pytest.approx(theirs.bandwidth_fraction, rel=0.01)
     if dtype == "bf16":
         assert fitted.memory.fraction == pytest.approx(shipped.memory.fraction, rel=0.01)
+        assert fitted.memory.row_s == pytest.approx(shipped.memory.row_s, rel=0.01)
         assert fitted.power is not None and shipped.power is not None
         assert fitted.power.products[dtype] == pytest.approx(shipped.power.products[dtype], rel=0.01)
         for name in ("forward", "backward", "forward_half_waves", "backward_half_waves"):

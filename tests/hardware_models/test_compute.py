@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from datafiles.tables import load_table
 from hardware_models.compute import is_misaligned, kernel_time_s
-from hardware_models.gpus import curves_of, gpu_names, load_gpu
+from hardware_models.gpus import PATTERNS, curves_of, gpu_names, load_gpu
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import Convolution, FlashAttention, Matmul, MemoryBound
@@ -38,7 +38,7 @@ def test_twice_the_batch_never_takes_less_nor_more_than_twice(m: int, n: int, k:
     assert twice <= 2 * once * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("pattern", ["elementwise", "reduction", "random", "gather", "strided"])
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_memory_bound_kernels_stay_below_the_bandwidth(pattern: str) -> None:
     assert V100.kernel_time_s(GPU, MemoryBound(1e9, 1e9, pattern), "fp16") > 2e9 / 900e9
 
@@ -69,11 +69,22 @@ def test_attention_works_on_whole_tiles_and_head_sizes(generation: int, head_dim
 
 def test_passes_with_strides_are_priced_as_others_where_they_were_not_measured() -> None:
     h100 = HardwareModel.from_name("h100-dgx:1x1")
-    for hardware, gpu, slower in ((A100, A100_GPU, 1.0), (h100, "h100-sxm5-80gb", 0.9 / 0.51)):
+    for hardware, gpu, slower in ((A100, A100_GPU, 1.0), (h100, "h100-sxm5-80gb", 0.9 / 0.52)):
         dense, strided = (
             hardware.kernel_time_s(gpu, MemoryBound(1e9, 1e9, word), "bf16") for word in ("elementwise", "strided")
         )
         assert strided == pytest.approx(slower * dense)
+
+
+def test_blocks_of_threads_take_their_time_with_each_row_where_it_was_measured() -> None:
+    h100 = HardwareModel.from_name("h100-dgx:1x1")
+    for pattern, row_s in (("row_norm", 7.9e-10), ("column_sum", 2.43e-9)):
+        for hardware, gpu, each_s in ((A100, A100_GPU, 0.0), (h100, "h100-sxm5-80gb", row_s)):
+            plain, blocks = (
+                hardware.kernel_time_s(gpu, kernel, "bf16")
+                for kernel in (MemoryBound(1e9, 1e9, "reduction"), MemoryBound(1e9, 1e9, pattern, rows=1e5))
+            )
+            assert blocks - plain == pytest.approx(1e5 * each_s, abs=1e-12)
 
 
 def test_a_product_whose_rows_are_not_aligned_moves_them_as_slowly_as_it_multiplies() -> None:

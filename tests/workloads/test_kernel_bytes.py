@@ -371,3 +371,24 @@ def test_gradients_of_a_persistent_norm_take_one_pass(kind: str, weights: int, s
     assert found == [2 * size + kept, 3 * size + kept + sums, sums + 2 * weights * hidden]
     usual = [moved(kind, {"hidden": hidden}, shapes, phase, Implementation(dtype="bf16")) for phase in PHASES]
     assert usual[0] == found[0] and sum(usual[1:]) > 7 * size
+
+
+@pytest.mark.parametrize(
+    ("samples", "hidden", "sums"),
+    [(1, 1024, "column_sum"), (256, 1024, "column_sum"), (257, 1024, "reduction"), (257, 2048, "column_sum")],
+)
+def test_norms_by_blocks_read_once_and_sum_columns_over_all_rows_unless_there_are_very_many(
+    samples: int, hidden: int, sums: str
+) -> None:
+    """256 tokens a sample: 256 samples are the 65,536 rows from which on sums take two steps."""
+    tokens = 256
+    size, weights = 2 * samples * tokens * hidden, 2 * 2 * hidden
+    definition = kind_named("layer_norm")
+    how = Implementation(dtype="bf16", norms_by_blocks=True)
+    local = localize(definition, {"hidden": hidden}, [(samples, tokens, hidden)], [], how)
+    (forward,), (inputs,), (columns,) = (definition.kernels(phase, local) for phase in PHASES)
+    kept = 4 * 2 * samples * tokens
+    assert forward == MemoryBound(size, size + kept, "row_norm", samples * tokens)
+    assert inputs == MemoryBound(2 * size + kept, size, "reduction")
+    rows = samples * tokens if sums == "column_sum" else 0
+    assert columns == MemoryBound(2 * size + kept, weights, sums, rows)

@@ -213,6 +213,9 @@ class Add(_Elementwise):
         # Backward hands the same gradient to both inputs; what it adds is as large, but where a block changes shape.
         return [] if phase == BACKWARD_WEIGHT else [MemoryBound(2 * size, size)]
 
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        return self.kernels(BACKWARD_INPUT, local)[-1:]
+
 
 @register
 class DropoutAdd(Add):

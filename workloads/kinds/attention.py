@@ -31,6 +31,7 @@ from workloads.kinds.heads import (
     check_sources,
     local_heads,
     local_key_value_heads,
+    packed_sum,
     slice_gradients,
     source_features,
 )
@@ -99,9 +100,13 @@ class AttentionScore(ByHead):
                 Matmul(m=queries, n=dim, k=keys, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
                 *transposes,
-                *slice_gradients(local, [few * dim] if cross else [heads * dim, few * dim], 0 if cross else 1),
+                *slice_gradients(local, [few * dim] if cross else [heads * dim, few * dim]),
+                *self.gradient_sums(local),
             ]
         return []
+
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        return [] if flag(local.attributes, "cross") else packed_sum(local)
 
 
 SHORTEST_FUSED = 17
@@ -305,6 +310,10 @@ class AttentionContext(ByHead):
                 Matmul(m=queries, n=keys, k=dim, batch=batch, role="data_gradient"),
                 Matmul(m=keys, n=dim, k=queries, batch=batch, role="data_gradient"),
                 *_transposes(local, batch * keys * dim),
-                *slice_gradients(local, [local_key_value_heads(local) * dim], 1),
+                *slice_gradients(local, [local_key_value_heads(local) * dim]),
+                *self.gradient_sums(local),
             ]
         return []
+
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        return packed_sum(local)

@@ -57,6 +57,9 @@ class Implementation:
         persistent_norms: Norms whose blocks stay for many tokens, so that gradients take one pass over input and
             gradient, in which each block sums up its part of the weights' (Apex's FastLayerNorm, Transformer Engine);
             others take two passes for the input's and one for the weights'.
+        norms_by_blocks: Norms of PyTorch 2 (aten/native/cuda/layer_norm_kernel.cu): a block of threads a row, whose
+            second pass over what it has read comes from the cache; gradients of weights by a block for 32 columns,
+            which goes down all rows, unless there are more than 65,536 of them and few columns.
         logits_dtype: Type in which the loss is computed.
         operators_are_calls: An operator costs the host one dispatch, whatever operations it is made of (our executor,
             whose hooks and Python go around operators); else each operation one (`Kind.num_calls`).
@@ -107,6 +110,7 @@ class Implementation:
     fused_bias_dropout: bool = True
     fused_norm: bool = True
     persistent_norms: tuple[Literal["layer_norm", "rms_norm"], ...] = ()
+    norms_by_blocks: bool = False
     fused_rotary: bool = True
     fused_gate: bool = True
     packed_rotary: bool = False
@@ -342,6 +346,14 @@ class Kind(ABC):
     @abstractmethod
     def kernels(self, phase: str, local: Local) -> list[Kernel]:
         """Return the kernels of one phase (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), in launch order."""
+
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        """Return those of BACKWARD_INPUT that add a gradient to what another operator, or input, has made of it.
+
+        The tensor is the last input. Autograd adds before the operator that made the tensor goes back, with which a
+        profile has them.
+        """
+        return []
 
     def num_calls(self, phase: str, local: Local) -> int:
         """Return how many operations of the framework a phase is: each costs the host its dispatch.

@@ -23,6 +23,7 @@ from workloads.kinds.heads import (
     key_value_heads,
     local_heads,
     local_key_value_heads,
+    packed_sum,
     slice_gradients,
     source_features,
 )
@@ -166,9 +167,13 @@ class FlashAttentionOperator(ByHead):
         row_sums = float(DTYPE_BYTES["fp32"] * fused.batch * fused.query_length)
         width, few = integer(local.attributes, "head_dim"), local_key_value_heads(local)
         own = [] if flag(local.attributes, "cross") else [local_heads(local) * width]
-        views = [*own, few * width, few * width]
-        slices = slice_gradients(local, views, len(views) - 1)
-        return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after, *slices]
+        slices = [*slice_gradients(local, [*own, few * width, few * width]), *packed_sum(local)]
+        sums = self.gradient_sums(local)
+        return [*before, MemoryBound(2 * size, row_sums, "reduction"), fused, *after, *slices, *sums]
+
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        # Of the queries' and that of keys and values, which is summed here.
+        return [] if flag(local.attributes, "cross") else packed_sum(local)
 
 
 @register

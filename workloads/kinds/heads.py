@@ -52,13 +52,12 @@ def local_heads(local: Local) -> int:
     return integer(local.attributes, "heads") * local.inputs[0][2] // features
 
 
-def slice_gradients(local: Local, features: Sequence[int], num_sums: int) -> list[Kernel]:
+def slice_gradients(local: Local, features: Sequence[int]) -> list[Kernel]:
     """Return what gradients of views of the packed tensor cost where each goes back alone (``slices_packed``).
 
     Args:
         local: The operator; its last input is the packed tensor.
         features: Features of each view, of all heads of a rank.
-        num_sums: How many of such gradients are added to another.
     """
     if not local.implementation.slices_packed:
         return []
@@ -67,7 +66,13 @@ def slice_gradients(local: Local, features: Sequence[int], num_sums: int) -> lis
     found: list[Kernel] = []
     for count in features:
         found += [MemoryBound(0.0, whole), MemoryBound(each * count, each * count, "strided")]
-    return found + [MemoryBound(2 * whole, whole)] * num_sums
+    return found
+
+
+def packed_sum(local: Local) -> list[Kernel]:
+    """Return the sum of two gradients of the packed tensor, the last input (``slices_packed``)."""
+    whole = float(local.element_bytes * prod(local.inputs[-1]))
+    return [MemoryBound(2 * whole, whole)] if local.implementation.slices_packed else []
 
 
 def local_key_value_heads(local: Local) -> int:

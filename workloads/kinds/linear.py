@@ -165,11 +165,12 @@ class CrossProjection(Kind):
                 found.append(Matmul(m=num_out, n=num_in, k=rows, role="weight_gradient"))
                 if bias:
                     found.append(MemoryBound(out_bytes, float(num_out * local.element_bytes), "reduction"))
-        if phase == BACKWARD_INPUT:
-            # Every decoder layer adds its gradient of the memory to the others'.
-            memory = size_bytes(local, local.inputs[1:])
-            found.append(MemoryBound(2 * memory, memory))
-        return found
+        return [*found, *self.gradient_sums(local)] if phase == BACKWARD_INPUT else found
+
+    def gradient_sums(self, local: Local) -> list[Kernel]:
+        # Every decoder layer adds its gradient of the memory to the others'.
+        memory = size_bytes(local, local.inputs[1:])
+        return [MemoryBound(2 * memory, memory)]
 
 
 @register

@@ -29,6 +29,13 @@ NUM_BLOCKS = 108
 ln_bwd_kernels.cuh, which goes back to Apex's: as many as fit at once)."""
 
 
+MANY_ROWS = 65_536
+COLUMNS_OF_BLOCK = 32
+"""From more rows on gradients of weights are summed in two steps, by many blocks each, if blocks of so many columns
+would fill less than half of the multiprocessors (aten/native/cuda/layer_norm_kernel.cu,
+``LaunchGammaBetaBackwardCUDAKernel``)."""
+
+
 class _Norm(Kind):
     """What the two norms share. ``(B, S, H) -> (B, S, H)``; attribute ``hidden``."""
 
@@ -77,6 +84,8 @@ class _Norm(Kind):
         if local.implementation.elementary:
             passes = {FORWARD: elementary.NORM_FORWARD, BACKWARD_INPUT: elementary.NORM_BACKWARD}
             return elementary.chain(passes.get(phase, ()), size)
+        if local.implementation.norms_by_blocks and fused:
+            return self._by_blocks(phase, size, statistics, local)
         if phase == FORWARD:
             if fused:
                 return [MemoryBound(size, size + statistics, "reduction")]
@@ -108,6 +117,21 @@ class _Norm(Kind):
         if phase == BACKWARD_INPUT:
             return [MemoryBound(2 * size + statistics, size + partial, "reduction")]
         return [MemoryBound(partial, float(local.element_bytes * elements), "reduction")]
+
+    def _by_blocks(self, phase: str, size: float, statistics: float, local: Local) -> list[Kernel]:
+        """Return the kernels of PyTorch 2, which read everything once: what a block reads again is in its cache."""
+        *tokens, features = local.inputs[0]
+        rows = prod(tokens)
+        if phase == FORWARD:
+            # A mean and a variance are merged from thread to thread; a sum of squares is as quick as the reads.
+            pattern = "row_norm" if self.num_statistics > 1 else "reduction"
+            return [MemoryBound(size, size + statistics, pattern, rows)]
+        if phase == BACKWARD_INPUT:
+            return [MemoryBound(2 * size + statistics, size, "reduction")]
+        weights = float(local.element_bytes * sum(prod(shape) for shape in local.parameters))
+        if rows > MANY_ROWS and features // COLUMNS_OF_BLOCK < NUM_BLOCKS // 2:
+            return [MemoryBound(2 * size + statistics, weights, "reduction")]
+        return [MemoryBound(2 * size + statistics, weights, "column_sum", rows)]
 
     @staticmethod
     def _cast(phase: str, size: float, statistics: float, local: Local) -> list[Kernel]:

@@ -18,7 +18,7 @@ from workloads.kinds.base import (
     Split,
     SplitTable,
 )
-from workloads.kinds.heads import slice_gradients
+from workloads.kinds.heads import packed_sum, slice_gradients
 from workloads.kinds.registry import register
 from workloads.placements import Shard
 
@@ -150,7 +150,8 @@ class RelativeScore(Kind):
                 Matmul(m=tokens, n=dim, k=far, batch=batch, role="data_gradient"),
                 Matmul(m=tokens, n=dim, k=SEGMENTS, batch=batch, role="data_gradient"),
                 *[MemoryBound(2 * queries, queries)] * 2,
-                *slice_gradients(local, [heads * dim] * 2, 1),
+                *slice_gradients(local, [heads * dim] * 2),
+                *packed_sum(local),
             ]
         return [
             Matmul(m=far, n=dim, k=tokens, batch=batch, role="weight_gradient"),
