@@ -22,7 +22,7 @@ from experiments.judged import first_that_fits
 from experiments.late import told_when_late
 from experiments.progress import LATE
 from experiments.statuses import STATUSES
-from searchers.base import NoFeasiblePlan, check_objective
+from searchers.base import NoFeasiblePlan, UnfitResultError, check_objective
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
@@ -206,9 +206,11 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
             found = checked_search(searcher, problem, inputs.budget, inputs.seed)
     except NoFeasiblePlan as error:
         return _without_plan(name, "no plan", error, started_s)
-    except ValueError as error:  # others may apply
-        return _without_plan(name, "not applicable", error, started_s)
+    except UnfitResultError as error:
+        return _without_plan(name, "failed", error, started_s)
     except Exception as error:  # a searcher's own mistake must not end the others
+        if type(error) is ValueError:  # the contract's refusal is a plain one; others are accidents
+            return _without_plan(name, "not applicable", error, started_s)
         return _without_plan(name, "failed", ValueError(f"the searcher raised {raised(error, name)}"), started_s)
     judged = first_that_fits(
         found, problem, fidelity, inputs.engine, lambda num_tasks: tell(name, "simulating", num_tasks)

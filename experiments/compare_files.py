@@ -48,11 +48,12 @@ def versions() -> dict[str, str]:
 
 
 def code_fingerprint(searcher: str) -> str:
-    """Return a hash of all code and data files a row depends on, a plug-in's file included."""
+    """Return a hash of all code and data files a row depends on, a plug-in's file and what it imports included."""
+    from searchers.registry import files_of
+
     digest = hashlib.sha256(_own_files_hash().encode())
-    plugin = Path(searcher.rpartition(":")[0])
-    if plugin.suffix == ".py" and plugin.is_file():
-        digest.update(plugin.read_bytes())
+    for contents in sorted(path.read_bytes() for path in files_of(searcher)):
+        digest.update(contents)
     return digest.hexdigest()[:16]
 
 
@@ -105,10 +106,12 @@ class ComparisonFolder:
     def finished_row(self, searcher: str) -> dict[str, Any] | None:
         """Return the row of a searcher that finished in an earlier call of the same code, or None.
 
-        Where its plan or timeline is gone, it has not finished.
+        Where it failed, or its plan or timeline is gone, it has not finished.
         """
         saved = read_record(self._record(searcher))
         if saved is None or saved.get("searcher") != searcher or saved.get("code") != code_fingerprint(searcher):
+            return None
+        if saved["row"]["status"] == "failed":
             return None
         if saved["summary"] is not None and not all(map(has_content, (self._plan(searcher), self._timeline(searcher)))):
             return None
@@ -148,7 +151,7 @@ class ComparisonFolder:
     def write_table(self, table: pd.DataFrame) -> None:
         """Write the table as CSV and JSON."""
         write_text_atomically(self.path / "table.csv", table.to_csv(index=False))
-        write_text_atomically(self.path / "table.json", table.to_json(orient="records", indent=2) + "\n")
+        write_text_atomically(self.path / "table.json", json_of(table) + "\n")
 
     def write_plots(self, table: pd.DataFrame, *, title: str) -> None:
         """Write the history and the plots over all searchers."""
@@ -183,6 +186,12 @@ class ComparisonFolder:
         if saved is None:
             raise ValueError(f"{self._record(searcher)} changed while this ran; call again to make it again")
         return [(float(wall_s), int(count), float(best)) for wall_s, count, best in saved["history"]]
+
+
+def json_of(table: pd.DataFrame) -> str:
+    """Return the rows as JSON, every number to its last bit (`pandas.DataFrame.to_json` keeps 10 digits)."""
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    return json.dumps(rows, indent=2, allow_nan=False)
 
 
 def refuse_foreign(folder: Path, mark: str, names: Sequence[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import traceback
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from datafiles.names import nearest
 from searchers.base import Searcher
 
 ENTRY_POINT_GROUP = "windtunnel.searchers"
+
+PACKAGES = frozenset(
+    {"datafiles", "experiments", "hardware_models", "searchers", "simulator", "validation", "windtunnel", "workloads"}
+)
+"""This project's: none of them is part of somebody's own file, wherever that lies."""
 
 BUILT_IN = {
     "megatron-grid": "searchers.megatron_grid:MegatronGrid",
@@ -150,6 +157,28 @@ def file_and_class(reference: str) -> tuple[Path, str]:
     """Return the file and the class, if it names one, of a searcher in somebody's own file."""
     file_name, _, class_name = reference.rpartition(":") if ".py:" in reference else (reference, "", "")
     return Path(file_name), class_name
+
+
+def files_of(reference: str) -> tuple[Path, ...]:
+    """Return somebody's own file and the modules in its folder that it imports, and those in turn; of names, nothing.
+
+    A file that is not there, or is no Python, imports nothing.
+    """
+    if not is_file(reference):
+        return ()
+    waiting, found = [file_and_class(reference)[0]], list[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in found or not path.is_file():
+            continue
+        found.append(path)
+        with suppress(SyntaxError, ValueError):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for top in {name.partition(".")[0] for name in names} - PACKAGES - {""}:
+                    waiting += [path.parent / f"{top}.py", *sorted((path.parent / top).glob("**/*.py"))]
+    return tuple(found)
 
 
 def _is_searcher(value: object) -> bool:

@@ -72,6 +72,7 @@ def compare_searchers(
     Example: windtunnel compare -m gpt3-1.3b -c v100-32g-dgx1:1x4 -b 1024 -o out
     """
     from experiments.compare import compare
+    from experiments.compare_files import json_of
     from experiments.notes import left_out_of, show_notes
     from experiments.progress import searchers_progress
     from searchers.budget import Budget
@@ -105,7 +106,7 @@ def compare_searchers(
         raise typer.Exit(INTERRUPTED) from None
     show_notes(left_out_of(cluster, profile))
     if as_json:
-        print_lines(found.to_json(orient="records", indent=2))
+        print_lines(json_of(found))
         return
     _show(found, f"{model} on {cluster}, {counted(global_batch, 'sample')} per iteration")
     if output is not None:

@@ -58,7 +58,7 @@ def sweep_spec(
 
     Example: windtunnel sweep spec.yaml -o out/sweep
     """
-    from experiments.sweep.files import json_of
+    from experiments.compare_files import json_of
     from experiments.sweep.progress import sweep_progress
     from experiments.sweep.run import Sweep, load_sweep, open_workers
 

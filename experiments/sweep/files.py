@@ -12,7 +12,6 @@ keeps what it shares with the old one, and results of other code stay on disk wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from datafiles.records import read_record, write_record
 from datafiles.writer import write_text_atomically
-from experiments.compare_files import has_content, refuse_foreign, versions
+from experiments.compare_files import has_content, json_of, refuse_foreign, versions
 from experiments.console import writable_folder
 from experiments.sweep.job import Job, Outcome, Run, plain
 
@@ -143,12 +142,6 @@ class SweepFolder:
         """Write the table as CSV and JSON."""
         write_text_atomically(self.path / "table.csv", table.to_csv(index=False))
         write_text_atomically(self.path / "table.json", json_of(table) + "\n")
-
-
-def json_of(table: pd.DataFrame) -> str:
-    """Return the rows as JSON, every number to its last bit (`pandas.DataFrame.to_json` keeps 10 digits)."""
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
-    return json.dumps(rows, indent=2, allow_nan=False)
 
 
 def table_of(jobs: Iterable[Job], rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

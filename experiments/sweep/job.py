@@ -153,9 +153,19 @@ def run_job(job: Job) -> Outcome:
     try:
         outcome = _searched_and_simulated(run, job.digests)
     except (Exception, SystemExit) as error:  # whatever a searcher raises, or a plug-in that calls sys.exit()
-        outcome = Outcome.failed(error)
+        outcome = Outcome.failed(error, text=_in_words(error, run.searcher))
     outcome.details.update(host=platform.node(), process=os.getpid(), wall_s=time.perf_counter() - began_s)
     return outcome
+
+
+def _in_words(error: BaseException, searcher: str) -> str | None:
+    """Return an error of somebody's own searcher with where it is in its file; of others nothing."""
+    from searchers.base import UnfitResultError
+    from searchers.registry import is_file, raised
+
+    if isinstance(error, UnfitResultError):
+        return str(error)
+    return raised(error, searcher) if is_file(searcher) else None
 
 
 @lru_cache(maxsize=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from datafiles.words import counted
 from searchers.aceso.configuration import to_plan
@@ -26,6 +26,7 @@ from searchers.base import (
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from searchers.scores import Objective, estimated
+from simulator.compiled_cache import moment_s
 from simulator.costs import cost_tables
 from simulator.fast.estimate import compile_ahead
 from simulator.plan import Plan
@@ -37,6 +38,18 @@ DEFAULT_BUDGET = Budget(evaluations=2000)
 JUDGED_FACTOR = 3
 WORTH_PROCESSES_S = 2.0
 """From this budget on, starting processes pays."""
+
+
+class _Began(NamedTuple):
+    """When a search began: by the clock that its processes share, and by the one that compiling stops."""
+
+    counter_s: float
+    moment_s: float
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since then, but for those of compiling."""
+        return moment_s() - self.moment_s
 
 
 class Aceso(EquationSearcher):
@@ -134,7 +147,7 @@ class Aceso(EquationSearcher):
         warm_up()
         if self.compat == "paper":
             compile_ahead(problem)
-        began = time.perf_counter()
+        began = _Began(time.perf_counter(), moment_s())
         budget = budget or DEFAULT_BUDGET
         model = self.model(problem)
         counts = stage_counts_of(model)
@@ -147,7 +160,7 @@ class Aceso(EquationSearcher):
             counts = sorted(counts, key=lambda count: (count != min(counts), count))
         left = budget
         if budget.seconds is not None:
-            left = Budget(max(1e-9, budget.seconds - (time.perf_counter() - began)), budget.evaluations)
+            left = Budget(max(1e-9, budget.seconds - began.passed_s), budget.evaluations)
         self.searches = [StageCountSearch(count, self.options, seed) for count in counts]
         self.ledger = None
         try:
@@ -177,13 +190,13 @@ class Aceso(EquationSearcher):
         self,
         problem: Problem,
         rounds: list[Round],
-        began: float,
+        began: _Began,
         seed: int,
         budget: Budget,
     ) -> SearchResult:
         evaluations = sum(search.evaluations for search in self.searches)
         counters = {**self._counters(), "evaluations": evaluations, "rounds": len(rounds)}
-        end_s = None if budget.seconds is None else began + budget.seconds
+        end_s = None if budget.seconds is None else began.moment_s + budget.seconds
         found = (self._ranked(problem, end_s, share) for share in (1.0, *LOWERED_BUDGETS))
         ranked = next((plans for plans in found if plans), [])
         if not ranked:
@@ -197,7 +210,7 @@ class Aceso(EquationSearcher):
                     ranked = [*lower, *ranked] if fits else ranked
         ranked = ranked[: self.keep]
         history = self._history(rounds, began, evaluations, min(plan.objective for plan in ranked))
-        return SearchResult(tuple(ranked), history, counters, self.name, seed, time.perf_counter() - began)
+        return SearchResult(tuple(ranked), history, counters, self.name, seed, history[-1].wall_s)
 
     def _ranked(self, problem: Problem, end_s: float | None, share: float = 1.0) -> list[RankedPlan]:
         """Return the best plans that are legal and fit a share of their limit; after ``end_s`` the first is enough."""
@@ -206,7 +219,7 @@ class Aceso(EquationSearcher):
         configurations.sort(key=lambda item: item[1].iteration_s)
         ranked: dict[Plan, RankedPlan] = {}
         for configuration, price in configurations:
-            late = end_s is not None and time.perf_counter() > end_s
+            late = end_s is not None and moment_s() > end_s
             if len(ranked) >= wanted or (late and ranked):
                 break
             plan = validate(to_plan(configuration, price.flags, problem), problem)
@@ -229,14 +242,14 @@ class Aceso(EquationSearcher):
         for place, each in enumerate(ranked[: JUDGED_FACTOR * self.judge]):
             found = simulate(each.plan, problem, costs=cost_tables(problem), engine="compiled")
             verdicts.append((not found.fits, found.iteration_time_s, place))
-            late = end_s is not None and time.perf_counter() > end_s
+            late = end_s is not None and moment_s() > end_s
             if sum(not misses for misses, _, _ in verdicts) >= (1 if late else self.judge):
                 break
         misses, _, best = min(verdicts)
         return [ranked[best], *(each for place, each in enumerate(ranked) if place != best)], not misses
 
     def _history(
-        self, rounds: list[Round], began: float, evaluations: int, best: float
+        self, rounds: list[Round], began: _Began, evaluations: int, best: float
     ) -> tuple[HistoryEntry, ...]:
         """Return the best iteration time over time, and over what all stage counts had spent by then."""
         told = [
@@ -252,8 +265,9 @@ class Aceso(EquationSearcher):
         for moment, place, spent, found in sorted(told):
             spent_of[place] = spent
             if found < (entries[-1].best_objective if entries else float("inf")):
-                entries.append(HistoryEntry(moment - began, sum(spent_of), max(found, best)))
-        return (*entries, HistoryEntry(time.perf_counter() - began, evaluations, best))
+                entries.append(HistoryEntry(moment - began.counter_s, sum(spent_of), max(found, best)))
+        end_s = max(began.passed_s, entries[-1].wall_s if entries else 0.0)
+        return (*entries, HistoryEntry(end_s, evaluations, best))
 
     def _counters(self) -> dict[str, int | float]:
         statistics = [search.statistics for search in self.searches]

@@ -194,9 +194,34 @@ def test_the_problem_set_is_as_wide_as_it_should_be(tmp_path: Path) -> None:
     assert len(load_sweep(spec).jobs) == len(problems)  # every name in the file exists
 
 
-def test_a_searcher_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path/to/file\.py:Class"):
-        run.run(context(tmp_path / "a", "nowhere.py:Mine"))
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nowhere.py:Mine", r"'nowhere\.py' does not exist; write path/to/file\.py:ClassName"),
+        ("aceso", r"must be path/to/file\.py:Class, got 'aceso'"),
+    ],
+)
+def test_a_searcher_that_is_not_there_is_named(tmp_path: Path, reference: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run.run(context(tmp_path / "a", reference))
+
+
+def test_searchers_in_files_of_one_name_both_take_part_with_what_they_import(tmp_path: Path) -> None:
+    files = [tmp_path / name / "mine.py" for name in ("one", "two")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"import sys; sys.path.insert(0, {str(file.parent)!r}); import beside\n{MINE}")
+        (file.parent / "beside.py").write_text("")
+    own = context(tmp_path / "a", *(f"{file}:Mine" for file in files))
+    found = run.searchers_of(own)
+    assert list(found.values())[-2:] == ["mine.py:Mine", f"{files[1]}:Mine"]
+    copies = [own.scratch / spelled.rpartition(":")[0] for spelled in list(found)[-2:]]
+    assert [copy.read_text() for copy in copies] == [file.read_text() for file in files]
+    assert all((copy.parent / "beside.py").is_file() for copy in copies)
+    spec = sweep_text(load_problems()[:1], tuple(found), budget="1", stochastic=tuple(found)[-2:], seeds=3, seed=0)
+    assert spec.count("mine.py:Mine") == 2 * 3
+    with pytest.raises(ValueError, match="named once"):
+        run.searchers_of(context(tmp_path / "a", f"{files[0]}:Mine", str(files[0])))
 
 
 def test_a_file_with_equal_names_is_refused(tmp_path: Path) -> None:

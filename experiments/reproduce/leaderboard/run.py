@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
-from datafiles.writer import write_text_atomically
 from experiments.reproduce.experiment import Context, Report, Verdict
 from experiments.reproduce.leaderboard.causes import losses
 from experiments.reproduce.leaderboard.figures import History, convergence, heat_map, mean_times
@@ -14,7 +16,7 @@ from experiments.reproduce.leaderboard.plans import boxes, pictures
 from experiments.reproduce.leaderboard.problems import NamedProblem, load_problems, sweep_text
 from experiments.reproduce.leaderboard.table import per_problem, ranking, with_problems
 from experiments.reproduce.swept import record_of, swept
-from searchers.registry import searcher_names
+from searchers.registry import file_and_class, files_of, is_file, searcher_class, searcher_names
 
 EVALUATIONS = 300
 QUICK_EVALUATIONS = 40
@@ -22,6 +24,7 @@ SECONDS = 10
 QUICK_SECONDS = 2
 SEEDS = 3
 STOCHASTIC = ("random", "flexflow-mcmc", "aceso")
+"""They have several seeds, and so have searchers of one's own, which may draw too."""
 LEFT_OUT = ("exhaustive", "aceso-dp")
 """They search their own space to the end, by design, whatever the budget."""
 
@@ -97,38 +100,62 @@ def _report(context: Context, budget: str, unit: str, note: str) -> Report:
     )
 
 
-def searchers_of(context: Context) -> tuple[str, ...]:
-    """Return the names of all searchers on the leaderboard, the user's own ones last."""
-    own = tuple(_brought(context, reference) for reference in context.searchers)
-    return (*(name for name in searcher_names() if name not in LEFT_OUT), *own)
+def searchers_of(context: Context) -> dict[str, str]:
+    """Return all searchers on the leaderboard, as a spec of the sweep refers to them, and their names in tables.
+
+    The user's own come last, as file and class.
+    """
+    published = (name for name in searcher_names() if name not in LEFT_OUT)
+    return {**{name: name for name in published}, **_own(context)}
 
 
-def _brought(context: Context, reference: str) -> str:
-    """Return a user's searcher as a name beside the sweep's spec, where its file is copied to."""
-    file_name, _, class_name = reference.rpartition(".py:")
-    path = Path(f"{file_name}.py")
-    if not class_name or not path.is_file():
-        raise ValueError(f"a searcher of one's own must be path/to/file.py:Class, got {reference!r}")
-    write_text_atomically(context.scratch / path.name, path.read_text(encoding="utf-8"))
-    return f"{path.name}:{class_name}"
+def _own(context: Context) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for reference in context.searchers:
+        if not is_file(reference):
+            raise ValueError(f"a searcher of one's own must be path/to/file.py:Class, got {reference!r}")
+        path, class_name = file_and_class(reference)
+        made = searcher_class(reference)  # says what is wrong with it, once for all problems
+        class_name = class_name or made.__name__
+        folder = Path("own") / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+        spelled = f"{folder / path.name}:{class_name}"
+        if spelled in found:
+            raise ValueError(f"each searcher must be named once, got {reference} again")
+        for file in files_of(reference):  # a sweep's files lie beside its spec
+            copy = context.scratch / folder / file.relative_to(path.parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        named = f"{path.name}:{class_name}"
+        found[spelled] = named if named not in found.values() else f"{path}:{class_name}"
+    return found
 
 
 def searched(
-    context: Context, searchers: tuple[str, ...], *, budget: str, objective: str = "paper"
+    context: Context, searchers: Mapping[str, str], *, budget: str, objective: str = "paper"
 ) -> tuple[pd.DataFrame, tuple[NamedProblem, ...], Path]:
-    """Return the rows of all runs, the problems, and the sweep's folder; finished runs are kept."""
+    """Return the rows of all runs, the problems, and the sweep's folder; finished runs are kept.
+
+    Args:
+        context: Of the experiment.
+        searchers: From ``searchers_of``.
+        budget: As in a sweep.
+        objective: As in a sweep.
+    """
+    own = tuple(spelled for spelled in searchers if is_file(spelled))
     problems = tuple(problem for problem in load_problems() if problem.quick or not context.quick)
     text = sweep_text(
         problems,
-        searchers,
+        tuple(searchers),
         budget=budget,
-        stochastic=STOCHASTIC,
+        stochastic=(*STOCHASTIC, *own),
         seeds=1 if context.quick else SEEDS,
         seed=context.seed,
         objective=objective,
     )
     sweep = swept(context, "leaderboard", text)
-    return with_problems(sweep.table(), problems), problems, sweep.folder.path
+    rows = sweep.table()
+    rows["searcher"] = rows["searcher"].map(searchers)
+    return with_problems(rows, problems), problems, sweep.folder.path
 
 
 def _search_times(frame: pd.DataFrame, folder: Path) -> pd.DataFrame:
