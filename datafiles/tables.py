@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,29 @@ from datafiles.values import MAX_BYTES, MAX_VALUES, resolve_scalar, short
 from datafiles.words import counted
 
 
+class _Row(dict[str, Any]):
+    """One row; a column that the table does not have is named when it is asked for."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, cells: Iterable[tuple[str, Any]], source: str) -> None:
+        super().__init__(cells)
+        self._source = source
+
+    def __missing__(self, column: str) -> Any:
+        raise DataFileError(self._source, _missing(column, list(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Row, (list(self.items()), self._source)
+
+
 def load_table(
     path: str | Path,
     *,
     max_bytes: int = MAX_BYTES,
     floats: Collection[str] = (),
     integers: Collection[str] = (),
+    required: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Read a CSV file with a header row; ``.gz`` at the end of its name means gzip.
 
@@ -31,9 +48,11 @@ def load_table(
         max_bytes: Cap on the size in bytes, before and after decompression.
         floats: Columns to convert to finite floats; an empty cell becomes None.
         integers: Columns to convert to integers; an empty cell becomes None.
+        required: Of these columns, those that no row may leave empty.
 
     Returns:
-        One dict per row, strings unless converted, keys in header order.
+        One dict per row, strings unless converted, keys in header order. Asked for a column that the table does not
+        have, a row raises DataFileError.
 
     Raises:
         DataFileError: If the file cannot be read, a row has more or fewer cells than the header,
@@ -70,11 +89,14 @@ def load_table(
                     f"a row must have the header's {counted(len(header), 'cell')}, got {len(cells)}",
                     line=line_number,
                 )
-            row: dict[str, Any] = dict(zip(header, cells, strict=True))
+            row = _Row(zip(header, cells, strict=True), source)
             for column in floats:
                 row[column] = _cell_number(row[column], column, source, line_number, whole=False)
             for column in integers:
                 row[column] = _cell_number(row[column], column, source, line_number, whole=True)
+            for column in required:
+                if row[column] is None:
+                    raise DataFileError(source, f"{column} must be a number, got an empty cell", line=line_number)
             rows.append(row)
     except csv.Error as error:
         line_number = num_skipped + reader.line_num
@@ -94,8 +116,14 @@ def _check_header(header: list[str], source: str, line: int, wanted: list[str]) 
             raise DataFileError(source, f"duplicate column {short(name)!r}; keep one of them", line=line)
     for name in wanted:
         if name not in header:
-            columns = ", ".join(short(column) for column in header[:40])
-            raise DataFileError(source, f"column {name!r} is missing; the header has {columns}", line=line)
+            raise DataFileError(source, _missing(name, header), line=line)
+
+
+def _missing(column: str, header: list[str]) -> str:
+    columns = ", ".join(short(each) for each in header[:40])
+    lone = len(header) == 1 and any(mark in header[0] for mark in ";\t|")
+    advice = "; cells must be separated by commas" if lone else ""
+    return f"column {column!r} is missing; the header has {columns}{advice}"
 
 
 _resolved = lru_cache(2**16)(resolve_scalar)

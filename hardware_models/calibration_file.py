@@ -18,10 +18,10 @@ from datafiles.names import nearest
 from datafiles.schema import FileModel, validated
 from datafiles.writer import write_mapping
 from hardware_models.calibrated import Calibration, FitRecord, GpuConstants, PipelineConstants, Quantity
-from hardware_models.collective_table import TRANSFERS, CollectiveTable
+from hardware_models.collective_table import KINDS, CollectiveTable
 from hardware_models.gpus import EfficiencyCurves, gpu_names
 from hardware_models.group_shapes import GroupShape
-from hardware_models.links import COLLECTIVES, LinkType, NetworkType
+from hardware_models.links import LinkType, NetworkType
 from hardware_models.profile_file import profile_from_mapping, profile_mapping
 from hardware_models.schema import Count, Factor, Positive, Seconds, Slowdown, Text
 
@@ -171,8 +171,8 @@ def _table(part: _Collectives, source: str) -> CollectiveTable:
         raise DataFileError(source, "collectives.rows must hold at least one row, got none; leave collectives out")
     rows = []
     for number, (kind, size, num_nodes, stride, at_once, num_bytes, seconds) in enumerate(part.rows, start=1):
-        if kind not in (*COLLECTIVES, *TRANSFERS):
-            known = ", ".join((*COLLECTIVES, *TRANSFERS))
+        if kind not in KINDS:
+            known = ", ".join(KINDS)
             raise DataFileError(source, f"collectives row {number}: must be one of {known}, got {kind!r:.60}")
         try:
             rows.append((kind, GroupShape(size, num_nodes, stride, at_once), num_bytes, seconds))

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from hardware_models.communication import Communication
 from hardware_models.group_shapes import GroupShape
+from hardware_models.links import COLLECTIVES
 
 MAX_LATENCY_SHARE = 0.9
 """A measured time below the modelled latency still leaves some work, so that shares mean something."""
@@ -20,6 +21,8 @@ Row = tuple[str, int | GroupShape, float, float]
 """``(collective, group size or shape, bytes, seconds)``."""
 
 TRANSFERS = ("transfer_intra_node", "transfer_inter_node")
+KINDS = (*COLLECTIVES, *TRANSFERS)
+"""What a table can have measured."""
 """Sends from one rank to another, beside the collectives of ``hardware_models.links``."""
 
 Points = tuple[tuple[float, float], ...]
@@ -111,10 +114,13 @@ class CollectiveTable:
         """Build a table; repeated keys keep the minimum. A size stands for a group in one node, alone.
 
         Raises:
-            ValueError: If a row has no positive size, no finite time, or an impossible group.
+            ValueError: If a row is of no known collective, has no positive size, no finite time, or an impossible
+                group.
         """
         best: dict[tuple[str, GroupShape], dict[float, float]] = {}
         for kind, group, num_bytes, seconds in rows:
+            if kind not in KINDS:
+                raise ValueError(f"{source}: a collective must be one of {', '.join(KINDS)}, got {kind!r:.60}")
             shape = _shape(kind, group)
             if not (0 < num_bytes < float("inf") and 0 < seconds < float("inf")):
                 raise ValueError(

@@ -91,14 +91,15 @@ def import_table(path: str | Path, *, model: str, size: str, database: str = "eu
         "fwd_ms", "bwd_ms", "input_mib", "output_mib", "weight_mib", "activation_mib", "fwd_reserved_mib",
         "bwd_reserved_mib",
     )  # fmt: skip
-    table = load_table(path, floats=floats, integers=("mbs", "tp", "algo", "op_index"))
+    integers = ("mbs", "tp", "algo", "op_index")
+    table = load_table(path, floats=floats, integers=integers, required=(*floats, *integers))
     chosen = [row for row in table if (row["db"], row["model"], row["size"]) == (database, model, size)]
     if not chosen:
         known = {f"{row['db']} {row['model']} {row['size']}" for row in table}
         wanted = f"{database} {model} {size}"
-        raise DataFileError(
-            path, f"the table must hold the model asked for, got {wanted!r}; {nearest(wanted, known)}"
-        )
+        spelled = wanted.replace(".", "_")  # sizes are like 1_3B
+        advice = f"did you mean {spelled!r}?" if spelled in known else nearest(wanted, known)
+        raise DataFileError(path, f"the table must hold the model asked for, got {wanted!r}; {advice}")
     rows = (
         _row(
             name=row["op"],
@@ -131,7 +132,7 @@ def import_folder(path: str | Path, *, model: str, size: str, database: str = "e
             "forward-compute", "backward-compute", "input_size", "output_size", "weights", "activations",
             "fwd_reserved", "bwd_reserved",
         )  # fmt: skip
-        for number, cells in enumerate(load_table(file, floats=floats)):
+        for number, cells in enumerate(load_table(file, floats=floats, required=floats)):
             rows.append(
                 _row(
                     name=cells["op_name"],
@@ -154,7 +155,8 @@ def import_collectives(path: str | Path, *, database: str = "eurosys") -> Collec
     Messages of "0 MiB" (below one) are left out: their size is not known. An all-gather's message there is
     each rank's contribution; here it is the gathered result.
     """
-    table = load_table(path, floats=("ms",), integers=("group_size", "message_bytes"))
+    integers = ("group_size", "message_bytes")
+    table = load_table(path, floats=("ms",), integers=integers, required=("ms", *integers))
     rows = []
     for row in table:
         if row["db"] != database or row["message_bytes"] == 0:

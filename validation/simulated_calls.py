@@ -37,8 +37,12 @@ class Call(NamedTuple):
     num_bytes: int
 
 
+_CODES = 2**16
+"""The kind and the group are the fraction of work, in this many parts: whole bytes below 2^37 are exact beside it."""
+
+
 class _Counting(HardwareModel):
-    """Seconds are bytes, latencies name the kind and the group."""
+    """Seconds are bytes, and their fraction names the kind and the group; latencies are of several calls at times."""
 
     def collective(self, kind: str, num_bytes: float, devices: Sequence[int]) -> Communication:
         """Return bytes as work; nothing of one rank."""
@@ -52,7 +56,8 @@ class _Counting(HardwareModel):
 
 
 def _named(kind: str, num_ranks: int, num_bytes: float) -> Communication:
-    return Communication(latency_s=float(_KINDS.index(kind) * _MOST_RANKS + num_ranks), work_s=float(num_bytes))
+    code = _KINDS.index(kind) * _MOST_RANKS + num_ranks
+    return Communication(latency_s=0.0, work_s=round(num_bytes) + code / _CODES)
 
 
 def simulated_calls(plan: Plan, problem: Problem, device: int) -> Counter[Call]:
@@ -70,6 +75,7 @@ def simulated_calls(plan: Plan, problem: Problem, device: int) -> Counter[Call]:
     streams = [number for number in range(len(graph.streams)) if graph.stream_device[number] == of]
     for task in sorted({int(task) for stream in streams for task in graph.streams.row(stream)}):
         if graph.kind[task] == COMMUNICATION and graph.work_s[task] > 0:
-            kind, num_ranks = divmod(round(float(graph.latency_s[task])), _MOST_RANKS)
-            found[Call(_KINDS[kind], num_ranks, round(float(graph.work_s[task])))] += 1
+            num_bytes, code = divmod(float(graph.work_s[task]), 1.0)
+            kind, num_ranks = divmod(round(code * _CODES), _MOST_RANKS)
+            found[Call(_KINDS[kind], num_ranks, int(num_bytes))] += 1
     return found

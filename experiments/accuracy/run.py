@@ -271,7 +271,17 @@ def residuals_by(
     for each, error in judged(outcomes)[1] if errors is None else _given(outcomes, errors):
         key = tuple(str(each.case.features.get(name, ABSENT)) for name in features)
         found.setdefault(key, []).append(error)
-    return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in sorted(found.items())}
+    ordered = sorted(found.items(), key=lambda item: [numeric(value) for value in item[0]])
+    return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in ordered}
+
+
+def numeric(value: str) -> tuple[float, str]:
+    """Return what sorts values of a feature, numbers by their size and before words.
+
+    >>> sorted(["16", "2", "gpt"], key=numeric)
+    ['2', '16', 'gpt']
+    """
+    return (float(value), "") if value.isdigit() else (float("inf"), value)
 
 
 def _given(outcomes: Sequence[Outcome], errors: Mapping[str, float]) -> list[tuple[Outcome, float]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from experiments.accuracy.run import fastest_engine
 from simulator.plan import Plan
@@ -66,6 +67,24 @@ def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
     if A_THOUSAND[0] < ratio < A_THOUSAND[1]:
         found.append(f"about 1,000 times the predicted seconds ({WANTED})")
     return f"took {', '.join(found)}" if found else None
+
+
+def doubt_among(ratios: Mapping[str, float]) -> str | None:
+    """Return which run is so far off the others that its row must be wrong, in words, or None.
+
+    Args:
+        ratios: Measured over predicted seconds, by run.
+
+    >>> doubt_among({"a": 1.1, "b": 0.9, "c": 1e6})
+    'c took 9.09e+05 times the predicted seconds that the median run took: look at its row, or remove it'
+    >>> doubt_among({"a": 1.1, "b": 0.9, "c": 3.0})
+    """
+    usual = median(ratios.values())
+    for name, ratio in ratios.items():
+        if not 1 / IN_DOUBT < ratio / usual < IN_DOUBT:
+            times = f"{ratio / usual:.3g} times the predicted seconds that the median run took"
+            return f"{name} took {times}: look at its row, or remove it"
+    return None
 
 
 @dataclass(frozen=True)

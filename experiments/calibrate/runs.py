@@ -13,7 +13,7 @@ from experiments.calibrate.fitted_constants import fit_constants
 from experiments.calibrate.inferred_parts import profile_of
 from experiments.calibrate.inferred_profile import SETTLED, LayersRun, infer
 from experiments.calibrate.inferred_ridge import priors
-from experiments.calibrate.measured_run import MeasuredRun, doubt
+from experiments.calibrate.measured_run import MeasuredRun, doubt, doubt_among
 from experiments.fitted_runs import run_digest
 from experiments.run_table import PLAN, SECONDS, Common, load_runs
 from hardware_models.calibrated import Calibration, FitRecord
@@ -76,6 +76,12 @@ def _one_of_each(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return [replace(same[0], seconds=float(np.median([run.seconds for run in same]))) for same in of_plan.values()]
 
 
+def _refuse_far_off(table: Path, ratios: Mapping[str, float]) -> None:
+    words = doubt_among(ratios)
+    if words is not None:
+        raise ValueError(f"{table}: {words}")
+
+
 def _digests(runs: Sequence[MeasuredRun]) -> tuple[str, ...]:
     return tuple(run_digest(run.problem, run.plan) for run in runs)
 
@@ -105,6 +111,9 @@ def constants(
         words = ", ".join(f"{' and '.join(preset)} ({name})" for preset, name in some.items())
         raise ValueError(f"{table}: runs must be of one kind of machine, got {words}; make a table for each")
     fitted = fit_constants(found, names, progress)
+    _refuse_far_off(
+        table, {run.name: 1.0 / (1.0 + float(error)) for run, error in zip(found, fitted.before, strict=True)}
+    )
     source = f"fitted to runs of {counted(len(found), 'plan')} of {table.name}"
     factors = {name: round(factor, 4) for name, factor in fitted.factors.items()}
     points = [
@@ -155,6 +164,9 @@ def runs(table: Path, common: Common | None = None) -> Outcome:
     before = [Point("before", run.seconds, run.predicted_s({})) for run in found]
     if (words := doubt([point.measured / point.predicted for point in before])) is not None:
         raise ValueError(words)
+    _refuse_far_off(
+        table, {run.name: point.measured / point.predicted for run, point in zip(found, before, strict=True)}
+    )
     inferred = infer(found, priors())
     known = any(inferred.prior.widths.values())
     profile = profile_of(placed, SHAPE, inferred.factors, source) if known else None

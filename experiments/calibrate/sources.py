@@ -83,7 +83,7 @@ def alpa(file: Path, *, preset: str | None, gpu: str | None) -> Outcome:
         ValueError: If the file is no such database or refused.
     """
     own_type = load_gpu(gpu) if gpu is not None else None
-    if file.name.removesuffix(".gz").endswith(".csv"):
+    if file.name.lower().removesuffix(".gz").endswith((".csv", ".txt", ".tsv")):
         database = AlpaDatabase((), tuple(read_alpa_table(file)), ())
     else:
         database = read_alpa_pickle(file)
@@ -154,17 +154,20 @@ def kineto(file: Path, *, preset: str | None, gpu: str | None, gpus_per_node: in
     parts = communication_parts(rows, source, preset) if rows else None
     if rows:
         notes.append("a collective's time holds the wait for its slowest rank; the quickest of each size counts")
-    calibration = Calibration(source=source)
+    calibration, of_another = Calibration(source=source), list[str]()
     if gpu is None:
         notes.append("kernels were not fitted: --gpu says which GPU type the constants are for")
     else:
         kernels = [(each.work, each.dtype, each.seconds) for each in trace.kernels if each.work is not None]
-        notes += _of_another(load_gpu(gpu), num_of_another(load_gpu(gpu), kernels), len(kernels))
+        of_another = _of_another(load_gpu(gpu), num_of_another(load_gpu(gpu), kernels), len(kernels))
+        notes += of_another
         constants, more, points, kept = _kernel_constants(trace, gpu, source)
         fits, notes = [*fits, *more], [*notes, *kept]
         calibration = replace(calibration, gpus={gpu: constants} if constants.given() else {})
     outcome = with_communication(calibration, parts, preset, fits, points, notes)
     if parts is None and not outcome.calibration.gpus:
+        if of_another:
+            raise DataFileError(file, of_another[0])
         advice = "give --gpu" if gpu is None else "record with record_shapes=True"
         raise DataFileError(file, f"must hold a collective with a size or a kernel with shapes, got neither; {advice}")
     return outcome

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from datafiles.words import counted
 from hardware_models.cluster import parse_cluster
@@ -47,6 +47,7 @@ class Measured:
     limits_live_bytes: bool = False
 
 
+
 @dataclass(frozen=True)
 class Case:
     """One measured run.
@@ -73,6 +74,12 @@ class Case:
     rivals: str | None = None
     rival_samples: int = 1
     features: Mapping[str, Feature] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("iteration_time_s", "peak_bytes"):
+            value = getattr(self.measured, name)
+            if value is not None and not (isfinite(value) and value > 0):
+                raise ValueError(f"{self.row_id}: {name} must be above 0 where it was measured, got {value:g}")
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,18 @@ def cluster_string(preset: str, num_gpus: int, gpus_per_node: int) -> str:
             f"GPUs must fill nodes of {gpus_per_node}, got {num_gpus}; say how many of each are used (gpus_per_node)"
         )
     return f"{preset}:{num_gpus // gpus_per_node}x{gpus_per_node}"
+
+
+def in_unit(row: Mapping[str, Any], unit: str, row_id: str) -> float:
+    """Return the column ``value`` of a row.
+
+    Raises:
+        ValueError: If it is not in that unit, not above 0 or empty.
+    """
+    value = row["value"]
+    if row["unit"] != unit or value is None or not value > 0:
+        raise ValueError(f"{row_id}: value must be a number of {unit} above 0, got {value} {row['unit']}")
+    return float(value)
 
 
 def data_file(data: Path | None, relative: str, groups: tuple[str, ...]) -> Path | Skipped:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datafiles.tables import load_table
-from experiments.cases.case import Case, Measured, Skipped, cluster_string, data_file, problem_of, uniform
+from experiments.cases.case import Case, Measured, Skipped, cluster_string, data_file, in_unit, problem_of, uniform
 from workloads.models.gpt import GPTSpec
 
 GROUPS = ("llm-foundry-fsdp",)
@@ -33,8 +33,9 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             dropout=0.0,
             attention_dropout=0.0,
         )
+        row_id = f"{TABLE}#{number}"
         yield Case(
-            row_id=f"{TABLE}#{number}",
+            row_id=row_id,
             groups=GROUPS,
             problem=problem_of(
                 model=spec,
@@ -46,7 +47,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
                 dp=row["dp"], microbatch=row["microbatch"], zero=row["zero"], recompute=row["recompute"]
             ),
             measured=Measured(
-                iteration_time_s=row["global_batch"] * row["seq"] / row["value"], out_of_memory=False
+                iteration_time_s=row["global_batch"] * row["seq"] / in_unit(row, "tok/s", row_id), out_of_memory=False
             ),
             source=row["source"],
             features={

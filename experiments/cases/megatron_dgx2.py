@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datafiles.tables import load_table
-from experiments.cases.case import Case, Measured, Skipped, data_file, problem_of, uniform
+from experiments.cases.case import Case, Measured, Skipped, data_file, in_unit, problem_of, uniform
 from workloads.models.gpt import GPTSpec
 
 GROUPS = ("megatron-dgx2",)
@@ -34,8 +34,9 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
             seq_len=row["seq"],
             vocab=row["vocab"],
         )
+        row_id = f"{TABLE}#{number}"
         yield Case(
-            row_id=f"{TABLE}#{number}",
+            row_id=row_id,
             groups=GROUPS,
             problem=problem_of(
                 model=spec,
@@ -44,7 +45,7 @@ def cases(data: Path | None) -> Iterator[Case | Skipped]:
                 global_batch=row["global_batch"],
             ),
             plan=uniform(tp=row["tp"], microbatch=row["microbatch"], recompute=row["recompute"]),
-            measured=Measured(iteration_time_s=row["value"] / 1e3, out_of_memory=False),
+            measured=Measured(iteration_time_s=in_unit(row, "ms", row_id) / 1e3, out_of_memory=False),
             source=row["source"],
             features={"tp": row["tp"], "hidden": hidden, "year": "2020" if "tables.tex" in row["source"] else "2019"},
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from datafiles.tables import load_table
-from experiments.cases.case import Case, Measured, Skipped, data_file, problem_of, uniform
+from experiments.cases.case import Case, Measured, Skipped, data_file, in_unit, problem_of, uniform
 from workloads.models.gpt import GPTSpec
 
 IN_DISTRIBUTION, OTHER_TENSOR, OTHER_HIDDEN = "vtrain-in-distribution", "vtrain-tp-4-8", "vtrain-hidden-2048"
@@ -86,8 +86,9 @@ def case_of(row: dict[str, Any]) -> Case:
         groups.append(OTHER_TENSOR)
     if hidden == 2048:
         groups.append(OTHER_HIDDEN)
+    row_id = f"vtrain/ground_truth_single.csv#{row_number(row['notes'])}"
     return Case(
-        row_id=f"vtrain/ground_truth_single.csv#{row_number(row['notes'])}",
+        row_id=row_id,
         groups=tuple(groups),
         problem=problem_of(
             model=spec_of(row),
@@ -96,7 +97,7 @@ def case_of(row: dict[str, Any]) -> Case:
             global_batch=row["global_batch"],
         ),
         plan=uniform(tp=tp, pp=row["pp"], dp=row["dp"], microbatch=row["microbatch"], recompute=RECOMPUTE),
-        measured=Measured(iteration_time_s=row["value"] / 1e3, out_of_memory=False),
+        measured=Measured(iteration_time_s=in_unit(row, "ms", row_id) / 1e3, out_of_memory=False),
         source=SOURCE,
         rivals=f"{row['model']} on {row['gpus']} GPUs, batch {row['global_batch']}",
         features={

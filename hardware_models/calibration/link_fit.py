@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from hardware_models.cluster import Cluster, cluster_gpus_per_node, parse_cluster
 from hardware_models.collective_table import TRANSFERS
-from hardware_models.collectives import collective_flows, quickest_price, transfer_flow
+from hardware_models.collectives import Flow, collective_flows, quickest_price, transfer_flow
 from hardware_models.group_shapes import GroupShape, groups_at_once
 from hardware_models.links import LinkType, NetworkType, Protocol
 
@@ -104,10 +104,13 @@ def fit_links(preset: str, rows: Iterable[Sample], source: str) -> LinkFit:
 
     def predicted(values: Mapping[str, float]) -> Vector:
         changed = _changed(cluster, values, source)
-        return np.array(
-            [_at_once_s(changed, kind, num_bytes, each)
-             for (kind, _, num_bytes, _), each in zip(fitting, groups, strict=True)]
-        )  # fmt: skip
+        flows: dict[tuple[str, GroupShape], list[tuple[Flow, ...]]] = {}  # the same for all sizes of a series
+        seconds = []
+        for (kind, shape, num_bytes, _), each in zip(fitting, groups, strict=True):
+            if (kind, shape) not in flows:
+                flows[kind, shape] = _flows(changed, kind, each)
+            seconds.append(_at_once_s(flows[kind, shape], num_bytes))
+        return np.array(seconds)
 
     def moves(values: Mapping[str, float]) -> float:
         """Return by how much the row moves most that the network's double rate moves."""
@@ -286,7 +289,7 @@ def _rate(cluster: Cluster, rows: Sequence[Sample]) -> float:
     """Return the rate to start from, over the preset's: what the largest message says."""
     kind, shape, num_bytes, seconds = max(rows, key=lambda row: row[2])
     groups = groups_at_once(cluster, range(shape.num_nodes), shape)
-    return _at_once_s(cluster, kind, num_bytes, groups) / seconds
+    return _at_once_s(_flows(cluster, kind, groups), num_bytes) / seconds
 
 
 def _changed(cluster: Cluster, values: Mapping[str, float], source: str) -> Cluster:
@@ -349,13 +352,16 @@ def _protocols(where: str, old: Sequence[Protocol], values: Mapping[str, float])
     )
 
 
-def _at_once_s(cluster: Cluster, kind: str, num_bytes: float, groups: Sequence[tuple[int, ...]]) -> float:
-    """Return what the first of the groups takes while all of them run."""
-    prices = []
-    for group in groups:
-        is_transfer = kind in TRANSFERS
-        flows = (transfer_flow(cluster, *group),) if is_transfer else collective_flows(cluster, kind, group)
-        prices.append(quickest_price(flows, num_bytes))
+def _flows(cluster: Cluster, kind: str, groups: Sequence[tuple[int, ...]]) -> list[tuple[Flow, ...]]:
+    """Return the algorithms that each group has."""
+    if kind in TRANSFERS:
+        return [(transfer_flow(cluster, *group),) for group in groups]
+    return [collective_flows(cluster, kind, group) for group in groups]
+
+
+def _at_once_s(flows: Sequence[tuple[Flow, ...]], num_bytes: float) -> float:
+    """Return what the first of some groups takes while all of them run."""
+    prices = [quickest_price(each, num_bytes) for each in flows]
     loads: dict[str, float] = {}
     for price in prices:
         for name, share in price.shares:

@@ -14,6 +14,7 @@ Source:
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -110,10 +111,26 @@ def read_alpa_table(path: str | Path) -> list[Row]:
     """
     integers = ("group_size", "stride", "num_groups", "nodes_per_group", "gpus_per_node_in_group")
     rows: list[Row] = []
-    for number, row in enumerate(load_table(path, floats=("bytes", "seconds"), integers=integers), start=1):
-        nodes = int(row["mesh"].partition("x")[0]) if row["mesh"].partition("x")[0].isdecimal() else 0
-        if nodes < 1 or any(row[name] is None for name in (*integers, "bytes", "seconds")):
-            raise DataFileError(path, f"row {number} must have a mesh like 2x8 and no empty cell, got {str(row)[:200]}")
+    columns = (*integers, "bytes", "seconds")
+    table = load_table(path, floats=("bytes", "seconds"), integers=integers, required=columns)
+    for number, row in enumerate(table, start=1):
+        mesh = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", row["mesh"].strip())
+        nodes, gpus_per_node = (int(mesh[1]), int(mesh[2])) if mesh else (0, 0)
+        of_node = row["gpus_per_node_in_group"]
+        if not (
+            row["nodes_per_group"] <= nodes
+            and 1 <= of_node <= gpus_per_node
+            and row["group_size"] == row["nodes_per_group"] * of_node
+            and 1 <= row["num_groups"] <= nodes * gpus_per_node // row["group_size"]
+            and 0 <= row["bytes"] <= MAX_MESSAGE_BYTES
+            and row["seconds"] <= MAX_SECONDS
+        ):
+            raise DataFileError(
+                path,
+                f"row {number} must have a mesh like 2x8 that holds its groups, nodes and GPUs of a node that make up "
+                f"a group, 0 to {MAX_MESSAGE_BYTES:.3g} bytes and at most {MAX_SECONDS:g} s, got "
+                f"{str(dict(row))[:240]}",
+            )
         kind = row["collective"].replace("-", "_")
         if kind not in COLLECTIVES.values():
             known = ", ".join(COLLECTIVES.values())

@@ -135,7 +135,7 @@ def read_galvatron(path: str | Path) -> GalvatronFile:
     """
     mapping, source = load_mapping(path), str(path)
     keys = list(mapping)
-    if "overlap_coe" in keys:
+    if keys == ["overlap_coe"]:
         value = _number(mapping["overlap_coe"], "overlap_coe", source)
         if not 1 <= value <= 10:
             raise DataFileError(source, f"overlap_coe must be a slowdown of 1 to 10, got {value}")

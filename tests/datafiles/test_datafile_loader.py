@@ -256,6 +256,7 @@ def test_a_table_is_read_with_its_numbers(tmp_path: Path) -> None:
         ("a,n\n1,1e999\n", ":2: n: a number must be finite"),
         ("a,n\n1,true\n", ":2: n must be a number, got 'true'"),
         ("a,b\n1,2\n", ":1: column 'n' is missing"),
+        ("a;n\n1;2\n", ":1: column 'n' is missing; the header has a;n; cells must be separated by commas"),
         ('a,n\n1,"2\n', "malformed CSV"),
         ('# c\na,n\n"\n",x\n', ":4: n must be a number"),
         ("a,n\n1," + "x" * 200_000, "malformed CSV"),
@@ -266,6 +267,25 @@ def test_bad_tables_are_refused(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(DataFileError, match=re.escape(words)):
         load_table(path, floats=["n"])
+
+
+def test_a_column_that_is_not_there_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,n\nx,1\n")
+    (row,) = load_table(path, floats=["n"])
+    assert pickle.loads(pickle.dumps(row)) == row == {"a": "x", "n": 1.0}
+    for each in (row, pickle.loads(pickle.dumps(row))):
+        with pytest.raises(DataFileError, match=r"t\.csv: column 'db' is missing; the header has a, n"):
+            each["db"]
+    assert row.get("db") is None
+
+
+def test_cells_that_must_not_be_empty_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,n\nx,1\ny,\n")
+    assert load_table(path, floats=["n"])[1]["n"] is None
+    with pytest.raises(DataFileError, match=r":3: n must be a number, got an empty cell"):
+        load_table(path, floats=["n"], required=["n"])
 
 
 def test_whole_numbers_are_checked_in_integer_columns(tmp_path: Path) -> None:

@@ -110,7 +110,9 @@ def test_alpas_pickle_gives_collectives_and_matmul_constants(calibrate: Any, tmp
     assert matmuls.median is not None and matmuls.median < 0.1
 
 
-def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> None:
+def test_a_trace_gives_constants_of_a_gpu(
+    calibrate: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     maker = Maker()
     for n in (1024, 2048, 3072, 4096, 5120, 6144, 8192):
         number = maker.operator("aten::mm", [[4096, n], [n, 4096]], "c10::BFloat16")
@@ -132,6 +134,11 @@ def test_a_trace_gives_constants_of_a_gpu(calibrate: Any, tmp_path: Path) -> Non
     other = calibrate("kineto", tmp_path / "t.json.gz", "--gpu", "v100-sxm2-32gb", "-c", "a100-80g-dgx")
     words = "matmuls must be in number formats of v100-sxm2-32gb and no faster than their peak, 7 of 10"
     assert any(note.startswith(words) for note in other["notes"])
+    only = Maker()
+    number = only.operator("aten::mm", [[4096, 1024], [1024, 4096]], "c10::BFloat16")
+    only.kernel(GEMM, 1e-3, **{"External id": number})
+    code, _, err = run(capsys, "calibrate", "kineto", only.write(tmp_path / "o.json.gz"), "--gpu", "v100-sxm2-16gb")
+    assert code == 2 and "matmuls must be in number formats of v100-sxm2-16gb" in err
 
 
 def test_galvatrons_files_give_links_overlap_and_operators(calibrate: Any, tmp_path: Path) -> None:

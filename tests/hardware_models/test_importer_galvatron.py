@@ -107,6 +107,7 @@ def test_where_runs_do_not_differ_layer_times_are_those_that_the_file_states(tmp
         ({"1_8_1": "fast"}, "must be a number"),
         ({"1_1_1": 0.1}, "at least 2 ranks"),
         ({"overlap_coe": 0.5}, "slowdown of 1 to 10"),
+        ({"overlap_coe": 1.3, "1_8_1": 0.2}, "are those of none"),
         ({"layernum[2]_bsz1_seq8": 1.0}, "runs must differ"),
         ({"layernum[2]_bsz1_seq8": 1.0, "hello": 2}, "unknown key"),
         ({"layernum[2]_bsz1_seq8": 1.0, "layernum[2,2]_bsz1_seq8": 2.0}, "as many kinds"),

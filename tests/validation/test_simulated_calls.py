@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -48,3 +49,13 @@ def test_replicas_reduce_all_gradients_once(zero: int) -> None:
     else:
         # ZeRO-1 gathers once, behind the step; ZeRO-3 before each of the two passes.
         assert total["reduce_scatter"] == parameters and total["all_gather"] == parameters * (2 if zero == 3 else 1)
+
+
+def test_collectives_that_are_several_calls_keep_their_kind_and_group() -> None:
+    """DeepSpeed's ZeRO-3 of 2021 gathers and scatters parameter by parameter, each with a latency of its own."""
+    of = problem("gpt")
+    runtime = replace(of.runtime, parameter_calls_above=100)
+    assert runtime.parameter_calls_above is not None
+    calls = simulated_calls(uniform_plan(of, dp=4, zero=3), replace(of, runtime=runtime), 0)
+    assert {call.kind for call in calls} == {"all_gather", "reduce_scatter"}
+    assert {call.num_ranks for call in calls} == {4}
