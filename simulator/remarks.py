@@ -26,6 +26,12 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
             f"{runtime.name} never computes flash attention again by itself, as the plan does: it is simulated as if "
             "it did, and no run is like that; plan with --recompute none or full"
         )
+    used = len({device for stage in plan.stages for device in stage.devices})
+    if used < problem.num_devices:
+        found.append(
+            f"{problem.num_devices - used} of the cluster's {problem.num_devices} GPUs have nothing to do; throughput "
+            "per GPU and MFU are of those that have"
+        )
     return (*found, *_rows_of_nothing(problem), *problem.hardware.left_out)
 
 

@@ -30,6 +30,9 @@ WIDEST, NARROWER = 3.2, 0.3
 """Of lines, in points: each is narrower than those below it, so that all are seen where they run together."""
 TOUCHING = 0.04
 """Points at one place whose values differ by less than this share of the largest hide each other."""
+WIDE, LOG_ROOM = 30.0, 1.6
+"""Times between throughputs from which on the axis is logarithmic, and the room below and above then."""
+
 HEADROOM = 1.08
 MARGIN = 0.1
 """Left and right of the outer places, as a share of what is between them."""
@@ -226,8 +229,17 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, along: Along, label: str, number:
 def _finish(axes: Axes, along: Along, *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    highest = max(np.nanmax(np.asarray(line.get_ydata(), dtype=float), initial=0.0) for line in axes.lines)
-    axes.set_ylim(0.0, HEADROOM * (float(highest) or 1.0))
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    ran = drawn[drawn > 0.0]
+    if len(ran) and ran.max() > WIDE * ran.min():  # unlike models: the slow ones would all lie on the floor
+        axes.set_yscale("log")
+        floor = float(ran.min()) / LOG_ROOM
+        for line in axes.lines:
+            heights = np.asarray(line.get_ydata(), dtype=float)
+            line.set_ydata(np.where(heights == 0.0, floor, heights))
+        axes.set_ylim(floor, LOG_ROOM * float(ran.max()))
+    else:
+        axes.set_ylim(0.0, HEADROOM * (float(ran.max()) if len(ran) else 1.0))
     axes.set_ylabel("throughput, samples/s", color=MUTED)
     note = "" if all_ran else "   (\u00d7 on the floor: no plan, out of memory or failed)"
     axes.set_xlabel(f"{_title(along.name)}{note}", color=MUTED)

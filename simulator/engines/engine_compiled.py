@@ -50,7 +50,8 @@ def run_compiled(graph: TaskGraph, progress: Callable[[int], None] | None = None
         DeadlockError: If tasks wait for each other in a circle; the message names the circle.
     """
     if not is_cached(advance):
-        logging.getLogger("windtunnel").warning("compiling the engine, once on this machine (up to a minute) ...")
+        log = logging.getLogger("windtunnel")
+        log.warning("compiling the engine, once on this machine (a minute, or some on a slow one) ...")
     fixed, state = prepare(graph)
     counters = state.counters
     while True:

@@ -138,7 +138,8 @@ class FastEstimator:
 
     def __init__(self, problem: Problem, costs: CostTables | None = None) -> None:
         if not is_cached(estimate_times):
-            logging.getLogger("windtunnel").warning("compiling the estimate, once on this machine (up to a minute) ...")
+            log = logging.getLogger("windtunnel")
+            log.warning("compiling the estimate, once on this machine (a minute, or some on a slow one) ...")
         self.problem = problem
         self.costs = costs or cost_tables(problem)
         passes_of = {passes_s(self.costs, gpu_type, "1f1b") for gpu_type in problem.gpu_types}

@@ -17,7 +17,9 @@ from hardware_models.model import HardwareModel
 from hardware_models.profile import ProfileRow
 from hardware_models.runtime_files import load_runtime
 from simulator.plan_file import load_plan
+from simulator.problem import ProblemSpec
 from simulator.simulate import simulate
+from simulator.uniform import uniform_plan
 from tests.experiments.commands import run
 from tests.experiments.sweeps import BASE, MODEL, Place
 
@@ -55,6 +57,14 @@ def test_sequence_parallelism_of_a_runtime_that_has_none_is_said(
     code, _, error = run(capsys, "plan", *words(runtime), "--tp", 2, "-o", "without.yaml")
     assert code == 0 and "note" not in error
     assert (said in run(capsys, "diff", "without.yaml", "plan.yaml")[2]) is is_said
+
+
+def test_idle_gpus_are_said(folder: Path) -> None:
+    problem = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x4", "megatron-lm-2021", 4).load()
+    half, whole = (simulate(uniform_plan(problem, tp=2, dp=dp, microbatch=1), problem) for dp in (1, 2))
+    assert whole.notes == ()
+    (note,) = half.notes
+    assert note.startswith("2 of the cluster's 4 GPUs have nothing to do") and half.num_devices == 2
 
 
 def test_it_moves_no_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

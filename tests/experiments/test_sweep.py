@@ -69,7 +69,8 @@ def test_failures_are_kept_end_nothing_else_and_are_made_again_only_when_asked(p
     spec = place.write(grid={"global_batch": [2, 4, 8, 16]}, cases=[{"searcher": searcher}])
     table = sweep(spec, place.output, num_processes=2).set_index("global_batch")
     assert dict(table["status"]) == {2: "ok", 4: "failed", 8: "failed", 16: "ok"}
-    assert table.loc[4, "reason"] == "KeyError: 'a bug in the searcher'"
+    reason = str(table.loc[4, "reason"])
+    assert reason.startswith("KeyError: 'a bug in the searcher' (") and reason.endswith(", in search)")
     assert "its process died 2 times with EXIT(9)" in str(table.loc[8, "reason"])
     record = json.loads((place.output / "runs" / f"{table.loc[4, 'run']}.json").read_text())
     assert 'raise KeyError("a bug in the searcher")' in record["traceback"]
@@ -285,6 +286,15 @@ def test_markers_that_would_hide_each_other_stand_side_by_side_at_their_values()
     places = [line[0] for line in shown_at(axes)]
     for kind in (places[::2], places[1::2]):
         assert all(after[0] - before[0] > MARKER for before, after in pairwise(kind))
+
+
+def test_unlike_throughputs_have_a_logarithmic_axis_whose_floor_is_no_plan() -> None:
+    axes = meeting([[2000.0, 0.0], [12.0, 10.0]])
+    assert axes.get_yscale() == "log" and axes.get_ylim() == pytest.approx((10.0 / 1.6, 2000.0 * 1.6))
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([2000.0, 10.0 / 1.6, 12.0])
+    near = meeting([[200.0, 0.0], [12.0, 10.0]])
+    assert near.get_yscale() == "linear" and near.get_ylim()[0] == 0.0
+    assert meeting([[0.0, 0.0]]).get_ylim()[0] == 0.0
 
 
 def test_markers_apart_from_each_other_stand_at_their_places() -> None:

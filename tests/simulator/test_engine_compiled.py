@@ -281,4 +281,4 @@ def test_the_first_call_on_a_machine_says_that_it_is_compiling(monkeypatch, capl
     assert not caplog.messages
     monkeypatch.setattr(engine_compiled, "is_cached", lambda function: False)
     run_compiled(graph)
-    assert caplog.messages == ["compiling the engine, once on this machine (up to a minute) ..."]
+    assert caplog.messages == ["compiling the engine, once on this machine (a minute, or some on a slow one) ..."]
