@@ -30,10 +30,10 @@ ln_bwd_kernels.cuh, which goes back to Apex's: as many as fit at once)."""
 
 
 MANY_ROWS = 65_536
-COLUMNS_OF_BLOCK = 32
+COLUMNS_OF_BLOCK, FEW_BLOCKS = 32, 66
 """From more rows on gradients of weights are summed in two steps, by many blocks each, if blocks of so many columns
-would fill less than half of the multiprocessors (aten/native/cuda/layer_norm_kernel.cu,
-``LaunchGammaBetaBackwardCUDAKernel``)."""
+would fill less than half of the multiprocessors, an H100's 132 here: on no other GPU do rows take time of their own
+(aten/native/cuda/layer_norm_kernel.cu, ``LaunchGammaBetaBackwardCUDAKernel``)."""
 
 
 class _Norm(Kind):
@@ -129,7 +129,7 @@ class _Norm(Kind):
         if phase == BACKWARD_INPUT:
             return [MemoryBound(2 * size + statistics, size, "reduction")]
         weights = float(local.element_bytes * sum(prod(shape) for shape in local.parameters))
-        if rows > MANY_ROWS and features // COLUMNS_OF_BLOCK < NUM_BLOCKS // 2:
+        if rows > MANY_ROWS and features // COLUMNS_OF_BLOCK < FEW_BLOCKS:
             return [MemoryBound(2 * size + statistics, weights, "reduction")]
         return [MemoryBound(2 * size + statistics, weights, "column_sum", rows)]
 
