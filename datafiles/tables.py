@@ -48,7 +48,7 @@ def load_table(
         max_bytes: Cap on the size in bytes, before and after decompression.
         floats: Columns to convert to finite floats; an empty cell becomes None.
         integers: Columns to convert to integers; an empty cell becomes None.
-        required: Of these columns, those that no row may leave empty.
+        required: Of the former two, columns that no row may leave empty.
 
     Returns:
         One dict per row, strings unless converted, keys in header order. Asked for a column that the table does not

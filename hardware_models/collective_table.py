@@ -21,9 +21,10 @@ Row = tuple[str, int | GroupShape, float, float]
 """``(collective, group size or shape, bytes, seconds)``."""
 
 TRANSFERS = ("transfer_intra_node", "transfer_inter_node")
+"""Sends from one rank to another, beside the collectives of ``hardware_models.links``."""
+
 KINDS = (*COLLECTIVES, *TRANSFERS)
 """What a table can have measured."""
-"""Sends from one rank to another, beside the collectives of ``hardware_models.links``."""
 
 Points = tuple[tuple[float, float], ...]
 """``(bytes, seconds)`` of ascending size."""

@@ -207,9 +207,13 @@ def _matmul_curve(curves: EfficiencyCurves, gpu: GpuType, dtype: str) -> MatmulC
 
 
 def memory_bound_s(gpu: GpuType, curve: MemoryCurve, kernel: MemoryBound) -> float:
-    """Return seconds of a pass over memory."""
+    """Return seconds of a pass over memory; a curve that knows nothing of rows has those of the GPU's shipped ones."""
     rate = gpu.memory_bytes_per_s * curve.share(kernel.pattern)
-    return (kernel.total_bytes + curve.ramp_bytes) / rate + kernel.rows * curve.row_s.get(kernel.pattern, 0.0)
+    seconds = (kernel.total_bytes + curve.ramp_bytes) / rate
+    if kernel.rows:
+        row_s = curve.row_s or load_curves(gpu.curves).memory.row_s
+        seconds += kernel.rows * row_s.get(kernel.pattern, 0.0)
+    return seconds
 
 
 FLASH_SLOWNESS = {1: (1.4, 2.0), 2: (1.0, 1.0)}

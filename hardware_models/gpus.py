@@ -84,7 +84,7 @@ class MemoryCurve(FileModel):
 
     time = (bytes + ramp_bytes) / (bandwidth * fraction[pattern]) + rows * row_s[pattern]: ``ramp_bytes`` is what could
     have moved while the kernel starts and drains, ``row_s`` what blocks of threads wait for with each row beside memory
-    (nothing where it was not measured). Patterns that were not measured are as others (``AS_ANOTHER``).
+    (none: nothing is known of it). Patterns that were not measured are as others (``AS_ANOTHER``).
     """
 
     fraction: Mapping[str, Fraction]

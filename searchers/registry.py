@@ -6,14 +6,16 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from datafiles.names import nearest
-from searchers.base import Searcher
+from searchers.base import Searcher, UnfitResultError
 
 ENTRY_POINT_GROUP = "windtunnel.searchers"
 
@@ -95,7 +97,7 @@ def searcher_named(name: str, **options: Any) -> Searcher:
     except TypeError as error:
         if not is_file(name):
             raise
-        raise ValueError(
+        raise UnfitResultError(
             f"searcher {name} must be made with keyword arguments alone, none of them required; it raised "
             f"{raised(error, name)}"
         ) from error
@@ -113,6 +115,7 @@ def _from_file(reference: str) -> object:
     spec = importlib.util.spec_from_file_location(f"windtunnel_plugin_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py path always has a loader"
     module = importlib.util.module_from_spec(spec)
+    _forget(files_of(reference)[1:], path.parent)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -166,7 +169,8 @@ def files_of(reference: str) -> tuple[Path, ...]:
     """
     if not is_file(reference):
         return ()
-    waiting, found = [file_and_class(reference)[0]], list[Path]()
+    first = file_and_class(reference)[0]
+    waiting, found = [first], list[Path]()
     while waiting:
         path = waiting.pop()
         if path in found or not path.is_file():
@@ -177,8 +181,21 @@ def files_of(reference: str) -> tuple[Path, ...]:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 for top in {name.partition(".")[0] for name in names} - PACKAGES - {""}:
-                    waiting += [path.parent / f"{top}.py", *sorted((path.parent / top).glob("**/*.py"))]
+                    for folder in (path.parent, first.parent):
+                        waiting += [folder / f"{top}.py", *sorted((folder / top).glob("**/*.py"))]
     return tuple(found)
+
+
+def _forget(files: Iterable[Path], folder: Path) -> None:
+    """Drop modules that files in a folder stand for: they may have been loaded from another, or be of an older text.
+
+    Not those that are installed, whatever lies in the folder.
+    """
+    tops = {file.relative_to(folder).parts[0].removesuffix(".py") for file in files}
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None) or sys.prefix
+        if name.partition(".")[0] in tops and not origin.startswith((sys.prefix, sys.base_prefix)):
+            del sys.modules[name]
 
 
 def _is_searcher(value: object) -> bool:

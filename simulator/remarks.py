@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from datafiles.names import nearest
+from datafiles.words import counted
 from simulator.plan import Plan
 from simulator.problem import Problem
 
@@ -29,8 +30,8 @@ def remarks(plan: Plan, problem: Problem) -> tuple[str, ...]:
     used = len({device for stage in plan.stages for device in stage.devices})
     if used < problem.num_devices:
         found.append(
-            f"{problem.num_devices - used} of the cluster's {problem.num_devices} GPUs have nothing to do; throughput "
-            "per GPU and MFU are of those that have"
+            f"{counted(problem.num_devices - used, 'GPU')} of the cluster's {problem.num_devices} without anything to "
+            f"do; throughput per GPU and MFU are of the {used} in use"
         )
     return (*found, *_rows_of_nothing(problem), *problem.hardware.left_out)
 

@@ -167,7 +167,7 @@ class MemoryBound:
             lie and loads them one by one; aten/native/cuda/CUDALoops.cuh, ``launch_legacy_kernel``), ``"row_norm"``
             (a block of threads for each row finds its mean and variance before it writes) or ``"column_sum"`` (a block
             for a few columns goes down all rows).
-        rows: Of the latter two, rows.
+        rows: Rows of the tensor that blocks of threads take one after the other; 0 of the other patterns.
     """
 
     read_bytes: float

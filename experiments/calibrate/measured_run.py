@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 from experiments.accuracy.run import fastest_engine
 from simulator.plan import Plan
@@ -70,21 +69,31 @@ def doubt_of_one(ratio: float, num_gpus: int) -> str | None:
 
 
 def doubt_among(ratios: Mapping[str, float]) -> str | None:
-    """Return which run is so far off the others that its row must be wrong, in words, or None.
+    """Return which runs are so far from each other that a row must be wrong, in words, or None.
 
     Args:
         ratios: Measured over predicted seconds, by run.
 
     >>> doubt_among({"a": 1.1, "b": 0.9, "c": 1e6})
-    'c took 9.09e+05 times the predicted seconds that the median run took: look at its row, or remove it'
+    'c took 1e+06 times the predicted seconds, and the others 0.9 to 1.1: look at its row, or remove it'
+    >>> doubt_among({"a": 1.0, "b": 1e6})
+    'runs took from 1 (a) to 1e+06 (b) times the predicted seconds: look at their rows'
     >>> doubt_among({"a": 1.1, "b": 0.9, "c": 3.0})
     """
-    usual = median(ratios.values())
-    for name, ratio in ratios.items():
-        if not 1 / IN_DOUBT < ratio / usual < IN_DOUBT:
-            times = f"{ratio / usual:.3g} times the predicted seconds that the median run took"
-            return f"{name} took {times}: look at its row, or remove it"
-    return None
+    quickest, slowest = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    if ratios[slowest] < IN_DOUBT * ratios[quickest]:
+        return None
+    for name in (quickest, slowest):
+        others = [ratio for other, ratio in ratios.items() if other != name]
+        if len(others) > 1 and max(others) < IN_DOUBT * min(others):
+            return (
+                f"{name} took {ratios[name]:.3g} times the predicted seconds, and the others {min(others):.3g} to "
+                f"{max(others):.3g}: look at its row, or remove it"
+            )
+    return (
+        f"runs took from {ratios[quickest]:.3g} ({quickest}) to {ratios[slowest]:.3g} ({slowest}) times the predicted "
+        "seconds: look at their rows"
+    )
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class Measured:
     limits_live_bytes: bool = False
 
 
-
 @dataclass(frozen=True)
 class Case:
     """One measured run.
@@ -63,6 +62,9 @@ class Case:
             sample where their batches differ.
         rival_samples: Samples of one iteration, for that.
         features: What errors are tabulated by.
+
+    Raises:
+        ValueError: If what was measured is not above 0.
     """
 
     row_id: str

@@ -118,7 +118,7 @@ def read_alpa_table(path: str | Path) -> list[Row]:
         nodes, gpus_per_node = (int(mesh[1]), int(mesh[2])) if mesh else (0, 0)
         of_node = row["gpus_per_node_in_group"]
         if not (
-            row["nodes_per_group"] <= nodes
+            1 <= row["nodes_per_group"] <= nodes
             and 1 <= of_node <= gpus_per_node
             and row["group_size"] == row["nodes_per_group"] * of_node
             and 1 <= row["num_groups"] <= nodes * gpus_per_node // row["group_size"]

@@ -20,7 +20,7 @@ from experiments import compare_plots, judged, late
 from experiments.compare import COLUMNS, compare
 from experiments.compare_files import json_of
 from searchers.budget import Budget
-from searchers.registry import searcher_named
+from searchers.registry import files_of, searcher_named
 from simulator.fidelity import Fidelity
 from simulator.plan_file import load_plan
 from simulator.problem import ProblemSpec
@@ -379,6 +379,31 @@ def test_a_searcher_that_breaks_the_contract_failed_and_one_that_refuses_does_no
     file.write_text(OWN.format(imports="", body=body))
     (row,) = compare(SPEC, (f"{file}:Own",), budget=BUDGET).to_dict("records")
     assert row["status"] == status and words in row["reason"]
+
+
+def test_a_searcher_that_cannot_be_made_failed(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN.format(imports="", body="pass\n\n    def __init__(self, depth, objective): ..."))
+    (row,) = compare(SPEC, (f"{file}:Own",), budget=BUDGET).to_dict("records")
+    assert row["status"] == "failed" and "keyword arguments alone, none of them required" in row["reason"]
+
+
+def test_files_of_a_searcher_are_those_that_it_imports_from_its_folder(tmp_path: Path) -> None:
+    """Its package looks for modules beside the searcher too; what is installed, or this project's, is nobody's own."""
+    texts = {
+        "own.py": "import numpy\nimport searchers.base\nfrom pkg import a\nimport missing",
+        "pkg/__init__.py": "",
+        "pkg/a.py": "import helper",
+        "helper.py": "import own",
+        "unused.py": "",
+        "searchers/base.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {str(path.relative_to(tmp_path)) for path in files_of(f"{tmp_path}/own.py:Own")}
+    assert found == {"own.py", "pkg/__init__.py", "pkg/a.py", "helper.py"}
+    assert files_of("aceso") == () and files_of(f"{tmp_path}/gone.py") == ()
 
 
 def test_what_failed_is_tried_again_and_what_a_file_imports_is_part_of_it(tmp_path: Path) -> None:

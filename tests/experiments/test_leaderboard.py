@@ -17,6 +17,7 @@ from experiments.reproduce.leaderboard.table import per_problem, ranking, with_p
 from experiments.reproduce.registry import EXPERIMENTS
 from experiments.reproduce.report import write_report
 from experiments.sweep.run import load_sweep
+from searchers.registry import searcher_class
 
 TINY = tuple(
     NamedProblem(
@@ -211,10 +212,12 @@ def test_searchers_in_files_of_one_name_both_take_part_with_what_they_import(tmp
     for file in files:
         file.parent.mkdir()
         file.write_text(f"import sys; sys.path.insert(0, {str(file.parent)!r}); import beside\n{MINE}")
-        (file.parent / "beside.py").write_text("")
+        (file.parent / "beside.py").write_text(f"WHERE = {file.parent.name!r}")
     own = context(tmp_path / "a", *(f"{file}:Mine" for file in files))
     found = run.searchers_of(own)
     assert list(found.values())[-2:] == ["mine.py:Mine", f"{files[1]}:Mine"]
+    loaded = [searcher_class(f"{file}:Mine") for file in files]
+    assert [each.candidates.__globals__["beside"].WHERE for each in loaded] == ["one", "two"]  # type: ignore[attr-defined]
     copies = [own.scratch / spelled.rpartition(":")[0] for spelled in list(found)[-2:]]
     assert [copy.read_text() for copy in copies] == [file.read_text() for file in files]
     assert all((copy.parent / "beside.py").is_file() for copy in copies)

@@ -64,7 +64,7 @@ def test_idle_gpus_are_said(folder: Path) -> None:
     half, whole = (simulate(uniform_plan(problem, tp=2, dp=dp, microbatch=1), problem) for dp in (1, 2))
     assert whole.notes == ()
     (note,) = half.notes
-    assert note.startswith("2 of the cluster's 4 GPUs have nothing to do") and half.num_devices == 2
+    assert note.startswith("2 GPUs of the cluster's 4 without anything to do") and half.num_devices == 2
 
 
 def test_it_moves_no_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

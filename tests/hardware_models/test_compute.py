@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datafiles.tables import load_table
-from hardware_models.compute import is_misaligned, kernel_time_s
-from hardware_models.gpus import PATTERNS, curves_of, gpu_names, load_gpu
+from hardware_models.compute import is_misaligned, kernel_time_s, memory_bound_s
+from hardware_models.gpus import PATTERNS, curves_of, gpu_names, load_curves, load_gpu
 from hardware_models.model import HardwareModel
 from tests.hardware_models.data_folder import data_folder
 from workloads.kernels import Convolution, FlashAttention, Matmul, MemoryBound
@@ -77,14 +77,31 @@ def test_passes_with_strides_are_priced_as_others_where_they_were_not_measured()
 
 
 def test_blocks_of_threads_take_their_time_with_each_row_where_it_was_measured() -> None:
-    h100 = HardwareModel.from_name("h100-dgx:1x1")
-    for pattern, row_s in (("row_norm", 7.9e-10), ("column_sum", 2.43e-9)):
-        for hardware, gpu, each_s in ((A100, A100_GPU, 0.0), (h100, "h100-sxm5-80gb", row_s)):
-            plain, blocks = (
-                hardware.kernel_time_s(gpu, kernel, "bf16")
-                for kernel in (MemoryBound(1e9, 1e9, "reduction"), MemoryBound(1e9, 1e9, pattern, rows=1e5))
+    """On an H100, and an H200 with its curves; on an A100 as an H100 with 108 multiprocessors at 1.41 GHz would."""
+    for name, gpu, row_norm_s, column_sum_s in (
+        ("h100-dgx:1x1", "h100-sxm5-80gb", 7.9e-10, 2.43e-9),
+        ("h200-dgx:1x1", "h200-sxm5-141gb", 7.9e-10, 2.43e-9),
+        ("a100-80g-dgx:1x1", "a100-sxm4-80gb", 7.9e-10 * 132 * 1.755 / 108 / 1.41, 2.43e-9 * 1.755 / 1.41),
+        ("local-cpu:1x1", "local-cpu-process", 0.0, 0.0),
+    ):
+        hardware = HardwareModel.from_name(name)
+        plain, norm, sums = (
+            hardware.kernel_time_s(gpu, kernel, "fp32")
+            for kernel in (
+                MemoryBound(1e9, 1e9, "reduction"),
+                MemoryBound(1e9, 1e9, "row_norm", rows=1e5),
+                MemoryBound(1e9, 1e9, "column_sum", rows=1e5),
             )
-            assert blocks - plain == pytest.approx(1e5 * each_s, abs=1e-12)
+        )
+        assert norm - plain == pytest.approx(1e5 * row_norm_s, rel=0.02, abs=1e-12)
+        assert sums - plain == pytest.approx(1e5 * column_sum_s, rel=0.02, abs=1e-12)
+
+
+def test_curves_that_know_nothing_of_rows_have_those_of_the_shipped_ones() -> None:
+    gpu, curves = load_gpu("h100-sxm5-80gb"), load_curves("hopper")
+    older = curves.memory.model_copy(update={"row_s": {}})
+    kernel = MemoryBound(1e8, 1e8, "row_norm", rows=1e5)
+    assert memory_bound_s(gpu, older, kernel) == memory_bound_s(gpu, curves.memory, kernel)
 
 
 def test_a_product_whose_rows_are_not_aligned_moves_them_as_slowly_as_it_multiplies() -> None:

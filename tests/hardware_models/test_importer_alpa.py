@@ -224,6 +224,7 @@ def test_any_file_ends_in_success_or_a_clear_error(tmp_path_factory: pytest.Temp
         ("1x8,all-reduce,1,1,1,1,1,f16,1024,1e-5", "row 2: a group must have at least 2 ranks"),
         ("x,all-reduce,2,1,1,1,2,f16,1024,1e-5", "row 2 must have a mesh like 2x8"),
         ("1x8,all-reduce,8,1,1,1,3,f16,1024,1e-5", "row 2 must have .* GPUs of a node that make up a group"),
+        ("1x8,all-reduce,0,1,1,0,2,f16,1024,1e-5", "row 2 must have a mesh like 2x8 that holds its groups"),
         ("1x8,all-reduce,2,1,-7,1,2,f16,1024,1e-5", "row 2 must have a mesh like 2x8 that holds its groups"),
         ("1x8,all-reduce,2,1,5,1,2,f16,1024,1e-5", "row 2 must have a mesh like 2x8 that holds its groups"),
         ("1x8,all-reduce,2,1,1,1,2,f16,-4,1e-5", "row 2 must have .* 0 to 1.13e"),

@@ -121,6 +121,7 @@ def _own(context: Context) -> dict[str, str]:
         spelled = f"{folder / path.name}:{class_name}"
         if spelled in found:
             raise ValueError(f"each searcher must be named once, got {reference} again")
+        shutil.rmtree(context.scratch / folder, ignore_errors=True)
         for file in files_of(reference):  # a sweep's files lie beside its spec
             copy = context.scratch / folder / file.relative_to(path.parent)
             copy.parent.mkdir(parents=True, exist_ok=True)
