@@ -26,7 +26,8 @@ SHIPPED = {row_id for row_id in calibration_rows() if row_id.startswith(ID)}
 def row(number: int, *, hidden: int = 1024, tp: int = 1, microbatch: int = 1) -> dict[str, Any]:
     return {
         "model": "gpt", "layers": 4, "hidden": hidden, "heads": 16, "seq": 1024, "vocab": 50257, "gpus": tp, "tp": tp,
-        "pp": 1, "dp": 1, "microbatch": microbatch, "global_batch": 8, "value": 100.0, "notes": f"CSV row {number}",
+        "pp": 1, "dp": 1, "microbatch": microbatch, "global_batch": 8, "value": 100.0, "unit": "ms",
+        "notes": f"CSV row {number}",
     }  # fmt: skip
 
 
