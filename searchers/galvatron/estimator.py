@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from hardware_models.crowding import together_s, unlike_groups
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
@@ -18,27 +17,9 @@ from searchers.galvatron.overlap import overlapped_s, stretch_s
 from searchers.galvatron.pipeline_costs import LayerCost
 from searchers.galvatron.released_memory import ReleasedMemory
 from searchers.galvatron.released_time import ReleasedTime
-from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Level, Strategy
+from searchers.galvatron.strategies import DATA, SHARDED, TENSOR, Strategy
 from simulator.lowering.step import adam_bytes
 from simulator.problem import Problem
-
-
-class _Weights(NamedTuple):
-    """What a layer's parameters are under a strategy, whatever the samples: on a tensor-parallel rank.
-
-    Attributes:
-        elements: Parameters that no earlier layer of the stage holds.
-        used_bytes: Of all that the layer gathers where they are sharded.
-        gather_s: One gather of them.
-        reduce_s: Of gradients, what backward passes can hide.
-        after_s: Of gradients, what comes behind the last pass.
-    """
-
-    elements: int
-    used_bytes: float
-    gather_s: float
-    reduce_s: float
-    after_s: float
 
 
 class Estimator:
@@ -102,7 +83,6 @@ class Estimator:
             problem.hardware.optimizer_step_s(gpu_type, touched_bytes) for gpu_type in profiles.gpu_types
         )
         self._costs: dict[tuple[object, ...], LayerCost | None] = {}
-        self._weights_of: dict[tuple[int, tuple[Level, ...], frozenset[str]], _Weights] = {}
         self._transfers: dict[tuple[int, float], float] = {}
         self._ties: dict[tuple[tuple[int, ...], float], float] = {}
         self._elements: dict[tuple[int, int], float] = {}
@@ -141,21 +121,29 @@ class Estimator:
         profile = self.profiles.profile(kind, strategy.tensor, local)
         times, memory = profile.times, profile.memory
         moved = self.profiles.collectives(kind, strategy.tensor)
+        parameters = self.profiles.parameters(kind, strategy.tensor)
+        elements = sum(count for tie, count in parameters.items() if tie not in held_ties)
         runtime = self.problem.runtime
-        key = (kind, strategy.levels, held_ties)
-        if key not in self._weights_of:
-            self._weights_of[key] = self._weights(kind, strategy, held_ties)
-        elements, used_bytes, gather_s, reduce_s, after_s = self._weights_of[key]
+        by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
+        again = sum(parameters[tie] for tie in held_ties) if by_use else 0
         parameter_bytes, gradient_bytes = elements * runtime.parameter_bytes, elements * runtime.gradient_bytes
         travelling = runtime.travelling_gradient_bytes  # Gradients are kept in gradient_bytes.
-        forward_s = times.forward_s + self._collectives_s(moved.forward, local, strategy) + gather_s
+        sizes = tuple(degree for _, degree in strategy.levels)
+        # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
+        used = elements + sum(parameters[tie] for tie in held_ties)
+        used_bytes = used * runtime.gathered_parameter_bytes
+        gather_s = self._axis_s("all_gather", used_bytes, strategy, sizes, SHARDED)
+        reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, sizes, SHARDED)
+        hidden_s, after_s = self._bucketed_s((elements / strategy.sharded + again) * travelling, strategy, sizes)
+        reduce_s += hidden_s
+        forward_s = times.forward_s + self._collectives_s(moved.forward, local, strategy, sizes) + gather_s
         forward_s = max(forward_s, times.forward_host_s)
-        behind_s, exposed_s = times.backward_s, self._collectives_s(moved.backward, local, strategy)
+        behind_s, exposed_s = times.backward_s, self._collectives_s(moved.backward, local, strategy, sizes)
         host_s = times.backward_host_s
         if strategy.checkpoint:
             behind_s += times.core_forward_s
             host_s += times.core_host_s
-            exposed_s += self._collectives_s(moved.core_forward, local, strategy)
+            exposed_s += self._collectives_s(moved.core_forward, local, strategy, sizes)
             exposed_s += gather_s if runtime.regathers_recomputed else 0.0
         prefetched_s = gather_s if self.gathers_ahead else 0.0
         exposed_s += gather_s - prefetched_s
@@ -196,21 +184,6 @@ class Estimator:
         )
         return replace(cost, **self.released.layer(kind, strategy, samples)._asdict()) if self.released else cost
 
-    def _weights(self, kind: int, strategy: Strategy, held_ties: frozenset[str]) -> _Weights:
-        runtime = self.problem.runtime
-        parameters = self.profiles.parameters(kind, strategy.tensor)
-        elements = sum(count for tie, count in parameters.items() if tie not in held_ties)
-        by_use = runtime.reduces_ties_by_use and strategy.sharded == 1
-        again = sum(parameters[tie] for tie in held_ties) if by_use else 0
-        travelling = runtime.travelling_gradient_bytes
-        # A sharded weight is gathered for every layer that uses it, also where an earlier one holds it.
-        used = elements + sum(parameters[tie] for tie in held_ties)
-        used_bytes = used * runtime.gathered_parameter_bytes
-        gather_s = self._axis_s("all_gather", used_bytes, strategy, SHARDED)
-        reduce_s = self._axis_s("reduce_scatter", elements * travelling, strategy, SHARDED)
-        hidden_s, after_s = self._bucketed_s((elements / strategy.sharded + again) * travelling, strategy)
-        return _Weights(elements, used_bytes, gather_s, reduce_s + hidden_s, after_s)
-
     def waiting_bytes(
         self, holder: Layer, ties: Collection[str], strategy: Strategy, *, accumulates: bool
     ) -> float:
@@ -243,11 +216,13 @@ class Estimator:
             return dict.fromkeys(found)
         return {tie: (strategy.levels, layout) for tie, layout in found.items()}
 
-    def _axis_s(self, collective: str, num_bytes: float, strategy: Strategy, kind: str) -> float:
+    def _axis_s(
+        self, collective: str, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...], kind: str
+    ) -> float:
         position = strategy.axis_position(kind)
-        return 0.0 if position is None else self.times.seconds(collective, num_bytes, strategy.sizes, (position,))
+        return 0.0 if position is None else self.times.seconds(collective, num_bytes, sizes, (position,))
 
-    def _bucketed_s(self, num_bytes: float, strategy: Strategy) -> tuple[float, float]:
+    def _bucketed_s(self, num_bytes: float, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[float, float]:
         """Return seconds of summing a layer's whole gradients behind backward passes, and after the last of them.
 
         A layer has its share of a bucket that takes several; of such the last is complete when nothing is left to hide
@@ -258,7 +233,7 @@ class Estimator:
         stage_bytes = max(num_bytes, self._stage_elements(strategy) * self.problem.runtime.travelling_gradient_bytes)
         bucket_bytes = min(self.problem.runtime.gradient_bucket_bytes or float("inf"), stage_bytes)
         together = max(1.0, bucket_bytes / num_bytes)
-        reduce_s = self._axis_s("all_reduce", together * num_bytes, strategy, DATA) / together
+        reduce_s = self._axis_s("all_reduce", together * num_bytes, strategy, sizes, DATA) / together
         last = bucket_bytes / stage_bytes if together > 1 and not self.paper else 0.0
         return (1 - last) * reduce_s, last * reduce_s
 
@@ -277,11 +252,13 @@ class Estimator:
             self._elements[key] = (own + sum(ties.values())) / strategy.sharded / self.num_stages
         return self._elements[key]
 
-    def _collectives_s(self, items: Sequence[Collective], samples: int, strategy: Strategy) -> float:
+    def _collectives_s(
+        self, items: Sequence[Collective], samples: int, strategy: Strategy, sizes: tuple[int, ...]
+    ) -> float:
         position = strategy.axis_position(TENSOR)
         if position is None:
             return 0.0
-        seconds, idle_s, sizes = self.times.seconds, self.times.handover_s, strategy.sizes
+        seconds, idle_s = self.times.seconds, self.times.handover_s
         return sum(idle_s + seconds(name, size * samples, sizes, (position,)) for name, size in items)
 
     def transition_s(self, before: LayerCost, first: Strategy, second: Strategy) -> float:

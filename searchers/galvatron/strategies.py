@@ -71,11 +71,6 @@ class Strategy:
         return self.degree(*LEVELS)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Degrees of the levels."""
-        return tuple(level.degree for level in self.levels)
-
-    @cached_property
     def layout(self) -> Layout:
         """How activations lie over the devices."""
         merged: list[tuple[str, int]] = []

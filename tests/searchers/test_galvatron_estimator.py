@@ -201,7 +201,7 @@ def test_layers_take_their_share_of_the_buckets_of_a_stage(bucket_bytes: int | N
         own = {tie: count for tie, count in profiles.parameters(layer.kind, 1).items() if tie not in held}
         held |= own.keys() - {""}
         num_bytes = sum(own.values()) * problem.runtime.gradient_accumulation_bytes
-        parts.append(estimator._bucketed_s(num_bytes, whole))
+        parts.append(estimator._bucketed_s(num_bytes, whole, (4,)))
     hidden_s, after_s = map(sum, zip(*parts, strict=True))
     total = problem.workload.num_parameters * problem.runtime.gradient_accumulation_bytes
     size = min(bucket_bytes or total, total)
