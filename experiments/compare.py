@@ -22,7 +22,7 @@ from experiments.judged import first_that_fits
 from experiments.late import told_when_late
 from experiments.progress import LATE
 from experiments.statuses import STATUSES
-from searchers.base import NoFeasiblePlan, UnfitResultError, check_objective
+from searchers.base import NoFeasiblePlan, UnfitResultError, check_objective, is_refusal
 from searchers.budget import Budget
 from searchers.checked_search import checked_search
 from searchers.registry import raised, searcher_class, searcher_named
@@ -209,7 +209,7 @@ def _judge(name: str, inputs: Comparison, problem: Problem, fidelity: Fidelity, 
     except UnfitResultError as error:
         return _without_plan(name, "failed", error, started_s)
     except Exception as error:  # a searcher's own mistake must not end the others
-        if type(error) is ValueError:  # the contract's refusal is a plain one; others are accidents
+        if is_refusal(error):
             return _without_plan(name, "not applicable", error, started_s)
         return _without_plan(name, "failed", ValueError(f"the searcher raised {raised(error, name)}"), started_s)
     judged = first_that_fits(

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import numpy as np
 
@@ -98,6 +98,15 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
 
 class UnfitResultError(ValueError):
     """A searcher did not give what the contract asks for."""
+
+
+def is_refusal(error: BaseException) -> TypeGuard[ValueError]:
+    """Return whether a searcher said by an error that it does not apply: by a plain ValueError; others are accidents.
+
+    >>> is_refusal(ValueError("needs four devices")), is_refusal(UnfitResultError("no plan came back"))
+    (True, False)
+    """
+    return type(error) is ValueError
 
 
 def check_objective(name: str) -> None:

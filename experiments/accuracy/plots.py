@@ -13,7 +13,7 @@ from datafiles.words import counted
 from datafiles.writer import write_bytes_atomically
 from experiments.accuracy.errors import ErrorReport
 from experiments.accuracy.groups import groups as known_groups
-from experiments.accuracy.run import GroupReport, Outcome, judged, numeric
+from experiments.accuracy.run import GroupReport, Outcome, feature_order, judged
 from simulator.reports.figures import CYCLE, log_ticks
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plot_outcomes(title: str, errors: ErrorReport | None, outcomes: Sequence[Out
     axes.fill_between(line, line * (1 - BAND), line * (1 + BAND), color="#e3f0fb", linewidth=0)
     axes.plot(line, line, color=MUTED, linewidth=1.0)
     feature, labels = _colouring(shown)
-    for number, label in enumerate(sorted(set(labels), key=numeric)):
+    for number, label in enumerate(sorted(set(labels), key=feature_order)):
         chosen = np.array([own == label for own in labels])
         axes.plot(
             measured[chosen],

@@ -271,14 +271,14 @@ def residuals_by(
     for each, error in judged(outcomes)[1] if errors is None else _given(outcomes, errors):
         key = tuple(str(each.case.features.get(name, ABSENT)) for name in features)
         found.setdefault(key, []).append(error)
-    ordered = sorted(found.items(), key=lambda item: [numeric(value) for value in item[0]])
+    ordered = sorted(found.items(), key=lambda item: [feature_order(value) for value in item[0]])
     return {key: (len(own), fmean(map(abs, own)), fmean(own)) for key, own in ordered}
 
 
-def numeric(value: str) -> tuple[float, str]:
+def feature_order(value: str) -> tuple[float, str]:
     """Return what sorts values of a feature, numbers by their size and before words.
 
-    >>> sorted(["16", "2", "gpt"], key=numeric)
+    >>> sorted(["16", "2", "gpt"], key=feature_order)
     ['2', '16', 'gpt']
     """
     return (float(value), "") if value.isdigit() else (float("inf"), value)

@@ -175,7 +175,7 @@ def _problem(spec: ProblemSpec, digests: tuple[tuple[str, str], ...]) -> Problem
 
 
 def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> Outcome:
-    from searchers.base import NoFeasiblePlan
+    from searchers.base import NoFeasiblePlan, is_refusal
     from searchers.checked_search import checked_search
     from searchers.registry import searcher_named
     from simulator.compiled_cache import load_compiler, moment_s
@@ -193,7 +193,7 @@ def _searched_and_simulated(run: Run, digests: tuple[tuple[str, str], ...]) -> O
     except NoFeasiblePlan as error:
         return _without_plan("no plan", error, moment_s() - began_s, run)
     except ValueError as error:
-        if type(error) is not ValueError:  # the contract's refusal is a plain one; others are accidents
+        if not is_refusal(error):
             raise
         return _without_plan("not applicable", error, moment_s() - began_s, run)
     return _judged(run, spec, problem, found)

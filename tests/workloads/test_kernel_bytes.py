@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 
+from hardware_models.runtime_files import load_runtime
 from tests.workloads.graphs import MEGATRON, local_operator
 from workloads import build_workload
 from workloads.kernels import FlashAttention, MemoryBound
@@ -392,3 +393,30 @@ def test_norms_by_blocks_read_once_and_sum_columns_over_all_rows_unless_there_ar
     assert inputs == MemoryBound(2 * size + kept, size, "reduction")
     rows = samples * tokens if sums == "column_sum" else 0
     assert columns == MemoryBound(2 * size + kept, weights, sums, rows)
+
+
+@pytest.mark.parametrize("runtime", ["windtunnel-executor", "megatron-lm-2021", "dapple-tensorflow"])
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        ("bert-large", "plain"),
+        ("gpt3-350m", "plain"),
+        ("gpt3-350m", "flash"),
+        ("t5-large-32", "plain"),
+        ("resnet-50", "plain"),
+        ("xlnet-large", "plain"),
+    ],
+)
+def test_sums_of_gradients_are_the_last_kernels_of_the_inputs_gradients(
+    model: str, attention: str, runtime: str
+) -> None:
+    how = load_runtime(runtime).implementation
+    workload = build_workload(model, attention=attention)
+    found = set()
+    for index, op in enumerate(workload.operators):
+        local = localize(op.definition, op.attributes, workload.input_shapes(index, SAMPLES), [], how)
+        sums = op.definition.gradient_sums(local)
+        kernels = op.definition.kernels(BACKWARD_INPUT, local)
+        assert kernels[len(kernels) - len(sums) :] == sums
+        found |= {op.kind} if sums else set()
+    assert found

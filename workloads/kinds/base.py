@@ -348,10 +348,9 @@ class Kind(ABC):
         """Return the kernels of one phase (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), in launch order."""
 
     def gradient_sums(self, local: Local) -> list[Kernel]:
-        """Return those of BACKWARD_INPUT that add a gradient to what another operator, or input, has made of it.
+        """Return the last kernels of BACKWARD_INPUT, if they add gradients of the last input to those of other readers.
 
-        The tensor is the last input. Autograd adds before the operator that made the tensor goes back, with which a
-        profile has them.
+        Autograd makes such sums between operators: a profile has them with the operator that goes backward next.
         """
         return []
 

@@ -32,7 +32,7 @@ ln_bwd_kernels.cuh, which goes back to Apex's: as many as fit at once)."""
 MANY_ROWS = 65_536
 COLUMNS_OF_BLOCK, FEW_BLOCKS = 32, 66
 """From more rows on gradients of weights are summed in two steps, by many blocks each, if blocks of so many columns
-would fill less than half of the multiprocessors, an H100's 132 here: on no other GPU do rows take time of their own
+would fill less than half of the multiprocessors, an H100's 132 here: on no other GPU were rows timed
 (aten/native/cuda/layer_norm_kernel.cu, ``LaunchGammaBetaBackwardCUDAKernel``)."""
 
 

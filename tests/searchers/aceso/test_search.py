@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from searchers.aceso import multihop, stage_counts
+from searchers.aceso import searcher as searcher_module
 from searchers.aceso.configuration import Configuration
 from searchers.aceso.dynamic_program import AcesoDynamicProgram
 from searchers.aceso.initial import INITIALS, initial_configuration
@@ -24,6 +25,7 @@ from searchers.megatron_grid import MegatronGrid
 from searchers.scores import estimated
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
+from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.aceso.problems import ideal_model, needs_profile, profiled_problem, shared_model
@@ -89,6 +91,23 @@ def test_every_variant_finds_legal_plans_and_is_repeatable(options: dict[str, ob
         validate(found.best, problem)
         plans.append([each.plan for each in found.plans])
     assert plans[0] == plans[1]
+
+
+def test_plans_are_judged_by_the_clock_that_compiling_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation takes longer than the budget, as where it compiles the engine; the clock stands still meanwhile."""
+    problem = ProblemSpec("gpt3-350m", "v100-32g-dgx1:1x2", "megatron-lm-2021", 8).load()
+    times = []
+
+    def slow(*args: object, **options: object) -> object:
+        time.sleep(0.3)
+        times.append(0.3)
+        return simulate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(searcher_module, "simulate", slow)
+    monkeypatch.setattr(searcher_module, "moment_s", lambda: 5.0)
+    found = Aceso(judge=3).search(problem, Budget(seconds=0.3))
+    assert len(times) >= 3
+    assert found.wall_s == found.history[-1].wall_s < sum(times)
 
 
 def test_the_judged_plan_is_the_fastest_simulated_of_those_returned() -> None:
