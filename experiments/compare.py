@@ -126,7 +126,8 @@ def compare(
         engine: Engine of the simulator.
         without: Effects to switch off in the simulator.
         objective: ``paper`` or ``simulator``.
-        output: Folder for inputs, plans, history, table and plots; finished rows in it are kept.
+        output: Folder for inputs, plans, history, table and plots; finished rows in it are kept, and stand in its
+            table and plots whoever is asked for.
         listener: Told of progress.
 
     Returns:
@@ -150,6 +151,7 @@ def compare(
     folder = ComparisonFolder(output, inputs.to_mapping()) if output is not None else None
     tell: Listener = listener or (lambda searcher, state, num_tasks: None)
     rows: list[dict[str, Any]] = []
+    others = folder.rows_of_others(inputs.searchers) if folder else []
     load_compiler()
     for name in inputs.searchers:
         row = folder.finished_row(name) if folder else None
@@ -166,11 +168,10 @@ def compare(
             tell(name, "kept", None)
         rows.append(row)
         if folder:
-            folder.write_table(table_of(rows))
-    table = table_of(rows)
+            folder.write_table(table_of([*rows, *others]))
     if folder:
-        folder.write_plots(table, title=_title(problem))
-    return table
+        folder.write_plots(table_of([*rows, *others]), title=_title(problem))
+    return table_of(rows)
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:

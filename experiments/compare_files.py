@@ -1,7 +1,7 @@
 """The output folder of a comparison: everything needed to repeat it, and to continue it.
 
 inputs.yaml            problem, budget, seed, engine, versions
-table.csv, table.json  one row per searcher
+table.csv, table.json  one row per searcher, those of earlier calls too
 history.csv            best objective over time
 plans/NAME.yaml        the plan of each searcher, ready for ``windtunnel simulate``
 rows/NAME.json         row, history and counters of a finished searcher
@@ -14,7 +14,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -116,6 +116,13 @@ class ComparisonFolder:
         if saved["summary"] is not None and not all(map(has_content, (self._plan(searcher), self._timeline(searcher)))):
             return None
         return dict(saved["row"])
+
+    def rows_of_others(self, searchers: Collection[str]) -> list[dict[str, Any]]:
+        """Return the rows of searchers but these that finished in earlier calls of the same code."""
+        saved = map(read_record, (self.path / "rows").glob("*.json"))
+        names = {str(each["searcher"]) for each in saved if each is not None and "searcher" in each}
+        rows = map(self.finished_row, sorted(names - set(searchers)))
+        return [row for row in rows if row is not None]
 
     def add(
         self,

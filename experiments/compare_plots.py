@@ -123,10 +123,10 @@ def plot_convergence(
     labels = []
     for index, (searcher, entries) in enumerate(shown.items()):
         color = LINES[index % len(LINES)]
-        times_ms = [1e3 * wall_s for wall_s, _, _ in entries]
+        times_s = [wall_s for wall_s, _, _ in entries]
         best = [objective for _, _, objective in entries]
         axes.step(
-            [*times_ms, 1.3e3 * end_s],
+            [*times_s, 1.3 * end_s],
             [*best, best[-1]],
             where="post",
             color=color,
@@ -134,18 +134,18 @@ def plot_convergence(
             alpha=0.35,
         )
         style = "--" if searcher in misfits else "-"
-        axes.step(times_ms, best, where="post", color=color, linewidth=2.4, linestyle=style)
-        axes.plot(times_ms[-1], best[-1], "o", color=color, markersize=6)
+        axes.step(times_s, best, where="post", color=color, linewidth=2.4, linestyle=style)
+        axes.plot(times_s[-1], best[-1], "o", color=color, markersize=6)
         evaluations = counted(entries[-1][1], "evaluation")
         told = f"{searcher}  {three_digits(best[-1])} s, {evaluations}"
         labels.append((best[-1], f"{told}, does not fit" if searcher in misfits else told, color))
     axes.set_xscale("log")
-    axes.set_xlabel("search time, ms")
+    axes.set_xlabel("search time, s")
     judge = "simulated" if objective == "simulator" else "each searcher's own estimate"
     axes.set_ylabel(f"best objective so far, s per iteration\n({judge})")
     axes.grid(color=GRID, linewidth=0.8)
     if labels:
-        axes.set_xlim(right=1.3e3 * end_s)
+        axes.set_xlim(right=1.3 * end_s)
         _label_lines(axes, labels)
     else:
         axes.text(0.5, 0.5, "no searcher found a plan", transform=axes.transAxes, ha="center", color=MUTED)

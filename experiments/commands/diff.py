@@ -55,8 +55,14 @@ def diff(
     for (path, _, plan), problem in zip(loaded, problems, strict=True):
         with simulation_progress(f"simulating {path.name}") as progress:
             results.append(simulate(plan, problem, fidelity=fidelity, engine=engine, progress=progress))
-    show_notes(words for result in results for words in result.notes)
     names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
+    (_, one, _), (_, other, _) = loaded
+    unlike = [
+        f"{what}s differ: {names[0]} {getattr(one, what)}, {names[1]} {getattr(other, what)}"
+        for what in ("model", "cluster", "runtime")
+        if getattr(one, what) != getattr(other, what)
+    ]
+    show_notes([*unlike, *(words for result in results for words in result.notes)])
     found = difference(*results, names=names)
     if plot is not None:
         found.plot_waterfall(plot)
@@ -65,10 +71,6 @@ def diff(
         return
     _show_tables(found.table(), found.memory_table(), names)
     print_lines(found.describe())
-    (_, one, _), (_, other, _) = loaded
-    for what in ("model", "cluster", "runtime"):
-        if getattr(one, what) != getattr(other, what):
-            print_lines(f"{what}s differ: {names[0]} {getattr(one, what)}, {names[1]} {getattr(other, what)}")
     if plot is not None:
         messages().print(f"waterfall: {plot}", markup=False)
 

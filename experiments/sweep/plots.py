@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from simulator.reports.figures import CYCLE, LINE_IN
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+    from numpy.typing import NDArray
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MARKER = 7.5
@@ -29,7 +30,7 @@ MARKER = 7.5
 WIDEST, NARROWER = 3.2, 0.3
 """Of lines, in points: each is narrower than those below it, so that all are seen where they run together."""
 TOUCHING = 0.04
-"""Points at one place whose values differ by less than this share of the largest hide each other."""
+"""Points at one place that stand apart by less than this share of the axis hide each other."""
 WIDE, LOG_ROOM = 30.0, 1.6
 """Times between throughputs from which on the axis is logarithmic, and the room below and above then."""
 
@@ -182,11 +183,30 @@ def _shifts(groups: Sequence[pd.DataFrame], along: Along) -> list[float]:
         medians, failed = _points(rows, along)
         for place, value in [*medians.items(), *((place, 0.0) for place in failed)]:
             drawn.setdefault(place, []).append(value)
-    largest = max(value for values in drawn.values() for value in values)
-    gaps = [after - before for values in drawn.values() for before, after in pairwise(sorted(values))]
-    meet = min(gaps, default=largest) < TOUCHING * largest
+    heights = [_heights(np.array(sorted(values)), _limits(drawn.values())) for values in drawn.values()]
+    meet = any((np.diff(each) < TOUCHING).any() for each in heights)
     step = min(MARKER + 1.0, 0.7 * WIDTH_POINTS * along.nearest / len(groups)) if meet else 0.0
     return [step * (number - (len(groups) - 1) / 2) for number in range(len(groups))]
+
+
+def _limits(throughputs: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Return the ends of the axis of throughput: the lower is 0, or above it on a logarithmic one.
+
+    Unlike models have that: the slow ones would all lie on the floor.
+    """
+    ran = [value for values in throughputs for value in values if value > 0.0]
+    if ran and max(ran) > WIDE * min(ran):
+        return min(ran) / LOG_ROOM, LOG_ROOM * max(ran)
+    return 0.0, HEADROOM * max(ran, default=1.0)
+
+
+def _heights(throughputs: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.float64]:
+    """Return where on the axis throughputs stand, as shares of it; on the floor what gave no plan."""
+    low, high = limits
+    if low == 0.0:
+        return throughputs / high
+    found: NDArray[np.float64] = np.log(np.maximum(throughputs, low) / low) / math.log(high / low)
+    return found
 
 
 def _points(rows: pd.DataFrame, along: Along) -> tuple[dict[float, float], list[float]]:
@@ -229,17 +249,12 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, along: Along, label: str, number:
 def _finish(axes: Axes, along: Along, *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
-    ran = drawn[drawn > 0.0]
-    if len(ran) and ran.max() > WIDE * ran.min():  # unlike models: the slow ones would all lie on the floor
+    low, high = _limits([np.asarray(line.get_ydata(), dtype=float).tolist() for line in axes.lines])
+    if low > 0.0:
         axes.set_yscale("log")
-        floor = float(ran.min()) / LOG_ROOM
         for line in axes.lines:
-            heights = np.asarray(line.get_ydata(), dtype=float)
-            line.set_ydata(np.where(heights == 0.0, floor, heights))
-        axes.set_ylim(floor, LOG_ROOM * float(ran.max()))
-    else:
-        axes.set_ylim(0.0, HEADROOM * (float(ran.max()) if len(ran) else 1.0))
+            line.set_ydata(np.maximum(np.asarray(line.get_ydata(), dtype=float), low))
+    axes.set_ylim(low, high)
     axes.set_ylabel("throughput, samples/s", color=MUTED)
     note = "" if all_ran else "   (\u00d7 on the floor: no plan, out of memory or failed)"
     axes.set_xlabel(f"{_title(along.name)}{note}", color=MUTED)

@@ -121,9 +121,10 @@ def test_what_is_gone_from_a_folder_is_made_again(tmp_path: Path, lost: str) -> 
 
 
 def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> None:
+    """The folder's table and plots keep those that are not asked for again."""
     told: list[tuple[str, str]] = []
     names = ("megatron-grid", "fsdp")
-    compare(
+    found = compare(
         SPEC,
         names,
         budget=BUDGET,
@@ -132,6 +133,10 @@ def test_a_searcher_can_be_added_later(folder: Path, table: pd.DataFrame) -> Non
     )
     assert ("megatron-grid", "kept") in told
     assert ("fsdp", "done") in told
+    assert set(found["searcher"]) == set(names)
+    whole = {*SEARCHERS, *names}
+    assert set(pd.read_csv(folder / "table.csv")["searcher"]) == whole
+    assert set(pd.read_csv(folder / "history.csv")["searcher"]) == whole - {"deepspeed-3d"}  # which does not apply
 
 
 def test_an_interrupted_comparison_keeps_its_finished_rows(

@@ -297,6 +297,14 @@ def test_unlike_throughputs_have_a_logarithmic_axis_whose_floor_is_no_plan() -> 
     assert meeting([[0.0, 0.0]]).get_ylim()[0] == 0.0
 
 
+def test_on_a_logarithmic_axis_what_hides_what_is_decided_by_ratios() -> None:
+    axes = meeting([[2000.0, 10.0], [1000.0, 20.0]])  # 10 and 20 are far apart there
+    xs = [[x for x, _ in line] for line in shown_at(axes)]
+    assert xs[0] == pytest.approx(xs[1])
+    near = [line[0][0] for line in shown_at(meeting([[2000.0, 10.0], [1000.0, 10.2]]))]
+    assert near[1] - near[0] > MARKER
+
+
 def test_markers_apart_from_each_other_stand_at_their_places() -> None:
     axes = meeting([[7.0, 3.0], [5.0, 2.0]])
     one, two = shown_at(axes)
