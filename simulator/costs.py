@@ -298,7 +298,8 @@ class CostTables:
                     seconds = hardware.kernel_time_s(gpu_type, kernel, dtype)
                 except DtypeError as error:
                     fitting = ", ".join(runtimes_in(error.known, like=runtime)[:MOST_NAMED]) or "one's own"
-                    raise ValueError(f"{error} of runtime {runtime.name}; runtimes that fit: {fitting}") from None
+                    words = f"{error} of runtime {runtime.name}; runtimes that fit: {fitting}"
+                    raise DtypeError(words, error.known) from None
                 is_clocked = not isinstance(kernel, MemoryBound)
                 self._kernels[key] = seconds * self.clock_slowdown(gpu_type) if is_clocked else seconds
             seconds = self._kernels[key]

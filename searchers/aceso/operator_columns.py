@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hardware_models.gpus import DtypeError
 from searchers.aceso.arrays import (
     BACKWARD,
     ENTRY,
@@ -105,6 +106,8 @@ def fill(
     try:
         for place, index in enumerate(examples):
             _fill_class(values[:, place], produced[:, place], costs, sharding, samples, gpu_type, index)
+    except DtypeError:
+        raise
     except ValueError:  # this degree does not divide the model
         return
     per_parameter = runtime.state_bytes_per_parameter

@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from hardware_models.gpus import DtypeError
 from searchers.alpa.meshes import LogicalMesh
 from searchers.alpa.strategy_graph import Array, Factor, StrategyGraph
 from simulator.costs import CostTables
@@ -149,6 +150,8 @@ class IntraOp:
                 return False
         try:
             self.cost(index, sharding)
+        except DtypeError:
+            raise
         except ValueError:  # the shape cannot be cut so
             return False
         return True

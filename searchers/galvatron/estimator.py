@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from hardware_models.crowding import together_s, unlike_groups
+from hardware_models.gpus import DtypeError
 from searchers.galvatron.communication import CollectiveTimes, transfer_s
 from searchers.galvatron.layer_profiles import Collective, Layer, LayerProfiles
 from searchers.galvatron.overlap import overlapped_s, stretch_s
@@ -110,6 +111,8 @@ class Estimator:
         if key not in self._costs:
             try:
                 self._costs[key] = self._layer(layer.kind, strategy, samples, accumulates, own)
+            except DtypeError:
+                raise
             except ValueError:  # heads or features do not divide: no strategy for this layer
                 self._costs[key] = None
         return self._costs[key]

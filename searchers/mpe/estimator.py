@@ -67,7 +67,8 @@ class StageEstimator:
         parts = sums.shape[1] // 2
         nodes = sums[last + 1, :parts] - sums[first, :parts]
         edges = sums[last, parts:] - sums[first, parts:]
-        return StageCost(*(float(value) for value in nodes + edges))
+        # Where operators of a layer reach beyond its neighbours the sum may end below nothing.
+        return StageCost(*(max(0.0, float(value)) for value in nodes + edges))
 
     def _measure(
         self, mesh: LogicalMesh

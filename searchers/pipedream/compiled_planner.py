@@ -35,13 +35,12 @@ def solve_level(
     fewer: bool,
     memory: float,
     top: bool,
-    inside: Ints,
-    most: int,
-) -> tuple[Floats, Ints, Ints, Ints, Ints]:
+    table_of: Ints,
+) -> tuple[Floats, Ints, Ints, Ints]:
     """Solve all ranges of states (the top level: those from the first state on) for 1 to ``size`` members.
 
     Args:
-        times: float64[s + 1, s]. Time of states i..j on one member.
+        times: float64[tables, s + 1, s]. Time of states i..j on one member.
         weights, activations: float64[s + 1, s]. Bytes in states i..j.
         output_bytes: float64[s]. Bytes over a cut behind each state.
         before: bool[s, s]. Order of the states.
@@ -50,32 +49,28 @@ def solve_level(
         released, transfers, straight, fewer: See `PipeDreamOptions`.
         memory: Bytes that a member may stash.
         top: Whether only i = 0 is needed.
-        inside: int64[s + 1, s]. Most replicas of a stage of the level below, on all its members.
-        most: Replicas of a stage at most, over all levels.
+        table_of: int64[size + 1]. By the members that run a stage, the table of times; -1 where so many may not.
 
     Returns:
-        Times float64[s + 1, s, size]; the state before the last stage (-1: one stage), the members before it,
-        those of the last stage, and the most replicas of a stage, each int64[s + 1, s, size].
+        Times float64[s + 1, s, size]; the state before the last stage (-1: one stage), the members before it and
+        those of the last stage, each int64[s + 1, s, size].
     """
     count = len(output_bytes)
     best = np.full((count + 1, count, size), np.inf)
     split = np.full((count + 1, count, size), -1, dtype=np.int64)
     members_before = np.zeros((count + 1, count, size), dtype=np.int64)
     replicas = np.ones((count + 1, count, size), dtype=np.int64)
-    widest = np.ones((count + 1, count, size), dtype=np.int64)
     last_i = 1 if top else count
     # The first stage's gradients are shared out over the level below, in the released optimizer.
     for i in range(last_i):
         for j in range(i, count):
-            if times[i, j] == np.inf:
-                continue
             for m in range(1, (1 if straight else size) + 1):
+                stage_s = times[table_of[m], i, j] if table_of[m] >= 0 else np.inf
                 stash = np.ceil((size - m) / m) * (activations[i, j] + weights[i, j])
-                if stash > memory or m * inside[i, j] > most:
+                if stash > memory or stage_s == np.inf:
                     continue
-                best[i, j, m - 1] = _replicated(times[i, j], weights[i, j], m, inner, bandwidth, released)
+                best[i, j, m - 1] = _replicated(stage_s, weights[i, j], m, inner, bandwidth, released)
                 replicas[i, j, m - 1] = m
-                widest[i, j, m - 1] = m * inside[i, j]
     for i in range(last_i):
         for m in range(2, size + 1):
             for j in range(i + 1, count):
@@ -85,19 +80,17 @@ def solve_level(
                     split[i, j, m - 1] = split[i, j, m - 2]
                     members_before[i, j, m - 1] = members_before[i, j, m - 2]
                     replicas[i, j, m - 1] = replicas[i, j, m - 2]
-                    widest[i, j, m - 1] = widest[i, j, m - 2]
                 for k in range(i, j):
                     if not before[j, k] or (i > 0 and not before[k, i - 1]):
                         continue
-                    stage_s, stage_bytes = times[k + 1, j], weights[k + 1, j]
-                    if stage_s == np.inf:
-                        continue
+                    stage_bytes = weights[k + 1, j]
                     for own in range(1, (1 if straight else m - 1) + 1):
                         prefix = best[i, k, m - own - 1]
                         if prefix >= value:
                             continue
+                        stage_s = times[table_of[own], k + 1, j] if table_of[own] >= 0 else np.inf
                         stash = np.ceil((size - m) / own) * (activations[k + 1, j] + stage_bytes)
-                        if stash > memory or own * inside[k + 1, j] > most:
+                        if stash > memory or stage_s == np.inf:
                             continue
                         time = max(prefix, _replicated(stage_s, stage_bytes, own, 1, bandwidth, released))
                         if transfers:
@@ -109,6 +102,5 @@ def solve_level(
                             split[i, j, m - 1] = k
                             members_before[i, j, m - 1] = m - own
                             replicas[i, j, m - 1] = own
-                            widest[i, j, m - 1] = max(widest[i, k, m - own - 1], own * inside[k + 1, j])
                 best[i, j, m - 1] = value
-    return best, split, members_before, replicas, widest
+    return best, split, members_before, replicas

@@ -119,38 +119,10 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
     """
     options = options or PipeDreamOptions()
     count = states.num_states
-    base = _ranges(states.time_s)
-    weights = _ranges(states.parameter_bytes)
-    outputs = _ranges(states.activation_bytes)
-    times = base
-    tables = []
-    inner = 1
-    inside: Ints = np.ones(base.shape, dtype=np.int64)
-    most = options.max_replicas or int(np.prod([level.size for level in levels]))
-    for position, level in enumerate(levels):
-        tables.append(
-            solve_level(
-                times,
-                weights,
-                outputs,
-                states.output_bytes,
-                states.before,
-                level.size,
-                inner,
-                level.bytes_per_s,
-                options.data_parallel == "released",
-                options.transfers,
-                options.straight,
-                options.fewer_machines,
-                np.inf if options.memory_bytes is None else options.memory_bytes,
-                position == len(levels) - 1,
-                inside,
-                most,
-            )
-        )
-        times, inside = tables[-1][0][:, :, level.size - 1], tables[-1][4][:, :, level.size - 1]
-        inner = level.size
-    bottleneck = float(times[0, count - 1])
+    tables = _Tables(states, levels, options)
+    num_devices = int(np.prod([level.size for level in levels]))
+    most = options.max_replicas or num_devices
+    bottleneck = float(tables.solved(len(levels) - 1, most)[0][0, count - 1, levels[-1].size - 1])
     if not np.isfinite(bottleneck):
         limits = []
         if options.memory_bytes is not None:
@@ -159,11 +131,86 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
             limits.append(f"at most {1 if options.straight else options.max_replicas} of them may run one stage")
         raise ValueError(
             f"PipeDream finds no plan of {counted(count, 'state')} that uses all "
-            f"{counted(int(np.prod([each.size for each in levels])), 'GPU')}: {', '.join(limits)}"
+            f"{counted(num_devices, 'GPU')}: {', '.join(limits)}"
         )
-    sizes = [level.size for level in levels]
-    stages = _stages(tables, sizes, len(levels) - 1, 0, count - 1, sizes[-1], 0)
+    stages = tables.stages(len(levels) - 1, most, 0, count - 1, levels[-1].size, 0)
     return PipeDreamPlan(bottleneck, _data_parallel_s(states, levels, options), tuple(stages))
+
+
+class _Tables:
+    """What each level has for ranges of states, by how many replicas a stage may have there and below.
+
+    Args:
+        states, levels, options: As of `plan_pipeline`.
+    """
+
+    def __init__(self, states: States, levels: Sequence[Level], options: PipeDreamOptions) -> None:
+        self.states = states
+        self.levels = levels
+        self.options = options
+        self._times, self._weights, self._outputs = (
+            _ranges(each) for each in (states.time_s, states.parameter_bytes, states.activation_bytes)
+        )
+        self._solved: dict[tuple[int, int], tuple[Floats, Ints, Ints, Ints]] = {}
+
+    def solved(self, level: int, most: int) -> tuple[Floats, Ints, Ints, Ints]:
+        """Return what `solve_level` has for a level where a stage has ``most`` replicas at most."""
+        most = min(most, self._devices(level + 1))
+        if (level, most) not in self._solved:
+            own, states, options = self.levels[level], self.states, self.options
+            # A stage on m members may have a share of the replicas on each, and is the quickest of those that do.
+            limits = [min(most // m, self._devices(level)) for m in range(1, own.size + 1)]
+            distinct = [limit for limit in dict.fromkeys(limits) if limit > 0]
+            self._solved[level, most] = solve_level(
+                np.stack([self._below(level, limit) for limit in distinct]),
+                self._weights,
+                self._outputs,
+                states.output_bytes,
+                states.before,
+                own.size,
+                self.levels[level - 1].size if level else 1,
+                own.bytes_per_s,
+                options.data_parallel == "released",
+                options.transfers,
+                options.straight,
+                options.fewer_machines,
+                np.inf if options.memory_bytes is None else options.memory_bytes,
+                level == len(self.levels) - 1,
+                np.array([-1, *(distinct.index(limit) if limit else -1 for limit in limits)]),
+            )
+        return self._solved[level, most]
+
+    def _devices(self, level: int) -> int:
+        """Return the GPUs of a member of a level."""
+        return int(np.prod([each.size for each in self.levels[:level]]))
+
+    def _below(self, level: int, most: int) -> Floats:
+        """Return the time of every range of states on one member of a level: float64[s + 1, s]."""
+        return self.solved(level - 1, most)[0][:, :, self.levels[level - 1].size - 1] if level else self._times
+
+    def stages(
+        self, level: int, most: int, first: int, last: int, members: int, device: int
+    ) -> list[PipeDreamStage]:
+        """Return the stages of states ``[first, last]`` on ``members`` members of a level, from GPU ``device`` on."""
+        _, splits, before, replicas = self.solved(level, most)
+        split, used = int(splits[first, last, members - 1]), int(replicas[first, last, members - 1])
+        found: list[PipeDreamStage] = []
+        start, held = first, 0
+        if split >= 0:
+            held = int(before[first, last, members - 1])
+            found = self.stages(level, most, first, split, held, device)
+            start = split + 1
+        device += held * self._devices(level)
+        if level == 0:
+            return [*found, PipeDreamStage(start - 1, last, tuple(range(device, device + used)))]
+        return found + [
+            PipeDreamStage(
+                stage.first,
+                stage.last,
+                tuple(device + copy * self._devices(level) + own for copy in range(used) for own in stage.devices),
+            )
+            for stage in self.stages(level - 1, most // used, start, last, self.levels[level - 1].size, 0)
+        ]
 
 
 def _ranges(prefix: Floats) -> Floats:
@@ -173,39 +220,6 @@ def _ranges(prefix: Floats) -> Floats:
     for i in range(count + 1):
         table[i, i:] = prefix[i:] - (prefix[i - 1] if i else 0.0)
     return table
-
-
-def _stages(
-    tables: Sequence[tuple[Floats, Ints, Ints, Ints, Ints]],
-    sizes: Sequence[int],
-    level: int,
-    first: int,
-    last: int,
-    members: int,
-    device: int,
-) -> list[PipeDreamStage]:
-    """Return the stages of states ``[first, last]`` on ``members`` members of a level, from GPU ``device`` on."""
-    _, splits, before, replicas, _ = tables[level]
-    split, used = int(splits[first, last, members - 1]), int(replicas[first, last, members - 1])
-    per_member = int(np.prod(sizes[:level]))
-    found: list[PipeDreamStage] = []
-    start, held = first, 0
-    if split >= 0:
-        held = int(before[first, last, members - 1])
-        found = _stages(tables, sizes, level, first, split, held, device)
-        start = split + 1
-    device += held * per_member
-    if level == 0:
-        return [*found, PipeDreamStage(start - 1, last, tuple(range(device, device + used)))]
-    inner = _stages(tables, sizes, level - 1, start, last, sizes[level - 1], 0)
-    return found + [
-        PipeDreamStage(
-            stage.first,
-            stage.last,
-            tuple(device + copy * per_member + own for copy in range(used) for own in stage.devices),
-        )
-        for stage in inner
-    ]
 
 
 def _data_parallel_s(states: States, levels: Sequence[Level], options: PipeDreamOptions) -> float:

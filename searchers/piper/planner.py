@@ -32,7 +32,8 @@ from searchers.piper.model import Implementation, PiperInput, Tie, down_sets
 KNAPSACKS = ("greedy", "exact")
 IDEALS_AT_ONCE = 512
 FIRST_BOUND = 1.15
-"""The first guess of the optimum, over the work of all layers spread evenly; doubled until it suffices."""
+"""The first guess of the optimum, over the work of all layers spread evenly; doubled until it suffices, or no stage is
+slower."""
 
 
 @dataclass(frozen=True)
@@ -219,19 +220,13 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
     times = np.stack([_times(tables, degree, most, knapsack) for degree in tables.degrees])
     weights = {degree: tables.weight_bytes(degree) for degree in tables.degrees}
     cuts = {degree: tables.cut_bytes(degree) for degree in tables.degrees}
-    extra = np.array(
-        [
-            (2 * cuts[degree] / d + 4 * (d - 1) * weights[degree] / (d * microbatches)) / problem.bandwidth_bytes_per_s
-            for degree, d, _ in choices
-        ]
-    )
+    extra = np.stack([_extra_s(problem, cuts[degree], weights[degree], d) for degree, d, _ in choices])
     columns = np.array(choices, dtype=np.int64)
     fastest = sum(
-        min(
-            option.time_s / degree if degree > 1 else option.time_s for degree, own in options.items() for option in own
-        )
+        min(degree * option.time_s for degree, own in options.items() for option in own)
         for options in problem.implementations
     )
+    slowest = sum(float(each[np.isfinite(each)].max(initial=0.0)) for each in (times, extra))
     bound = max(FIRST_BOUND * fastest / devices, 1e-12)
     while True:
         value = fill(
@@ -250,11 +245,22 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
         )
         if np.isfinite(value[0]).any():
             return _read_back(tables, value, choices, times, extra, knapsack)
-        if bound > 4 * fastest + 4 * float(extra.max(initial=0.0)):
+        if bound > slowest:
             raise ValueError(
                 f"Piper finds no plan within {problem.memory_bytes:.3g} bytes on each of {counted(devices, 'device')}"
             )
         bound *= 2
+
+
+def _extra_s(problem: PiperInput, cut_bytes: Floats, weight_bytes: Floats, data_degree: int) -> Floats:
+    """Return what every stage communicates in, seconds per microbatch: float64[pairs].
+
+    Infinite where a layer has no implementation (``weight_bytes``).
+    """
+    d, possible = data_degree, np.isfinite(weight_bytes)
+    weights = np.where(possible, weight_bytes, 0.0)
+    num_bytes = 2 * cut_bytes / d + 4 * (d - 1) * weights / (d * problem.num_microbatches)
+    return np.where(possible, num_bytes / problem.bandwidth_bytes_per_s, np.inf)
 
 
 def _times(tables: _Tables, degree: int, most: int, knapsack: str) -> Floats:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from hardware_models.gpus import DtypeError
 from searchers.base import Ledger, Searcher, SearchResult, check_least
 from searchers.budget import Budget
 from searchers.dapple.chain import layer_spans
@@ -221,6 +222,8 @@ def _input(
         sharding = (Axis("tensor", degree),) if degree > 1 else ()
         try:
             found = tables.slowest(sharding, microbatch)
+        except DtypeError:
+            raise
         except ValueError:  # this degree does not divide heads or widths
             continue
         state = runtime.state_bytes_per_parameter

@@ -217,6 +217,25 @@ def test_with_a_limit_of_replicas_it_is_as_good_as_every_partition_that_keeps_it
         assert plan_pipeline(states, levels, options).bottleneck_s == pytest.approx(best, rel=1e-9)
 
 
+def test_a_limit_of_replicas_may_take_a_slower_stage_inside_for_more_machines() -> None:
+    """Two machines of two GPUs, slow between them: each runs both layers, so neither layer has more than two replicas.
+
+    Inside a machine one stage on both GPUs is quicker, and leaves one machine alone to run it.
+    """
+    nodes = [
+        LayerNode("a", "layer", 4.0, 6.0, 100.0, 0.0, 0.0, ()),
+        LayerNode("b", "layer", 3.0, 6.0, 0.0, 0.0, 0.0, ("a",)),
+    ]
+    states = antichain_states(LayerProfile("two", 1, tuple(nodes)))
+    levels = [Level(2, 1000.0), Level(2, 1.0)]
+    found = plan_pipeline(states, levels, PipeDreamOptions(max_replicas=2))
+    assert [stage.devices for stage in found.stages] == [(0, 2), (1, 3)]
+    assert found.bottleneck_s == pytest.approx(10.0 / 2)
+    assert found.bottleneck_s == bottleneck_s(states, levels, found.stages, PipeDreamOptions())
+    three = plan_pipeline(states, [levels[0], Level(3, 1.0)], PipeDreamOptions(max_replicas=3))
+    assert three.bottleneck_s == pytest.approx(10.0 / 3)  # was refused
+
+
 def test_a_limit_of_replicas_holds_over_all_levels() -> None:
     states = antichain_states(random_profile(np.random.default_rng(0), 8))
     levels = [Level(2, 3e9), Level(3, 1e9)]

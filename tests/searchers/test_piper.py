@@ -122,6 +122,8 @@ def _best_tail(problem, layers, shapes, devices: int, degrees: int, stage: int) 
 
 def _best_load(problem: PiperInput, names: list[str], t: int, d: int, in_flight: int) -> float:
     best = float("inf")
+    if any(t not in problem.implementations[problem.names.index(name)] for name in names):
+        return best
     for bits in range(2 ** len(names)):
         chosen = {name: ("vanilla", "again")[bits >> i & 1] for i, name in enumerate(names)}
         memory = 0.0
@@ -177,6 +179,31 @@ def test_shared_weights_are_held_and_reduced_once_a_stage_as_in_exhaustive_searc
     assert found.held_bytes <= problem.memory_bytes
     assert found.objective_s <= plan_piper(replace(problem, ties=()), knapsack="exact").objective_s * (1 + 1e-9)
     assert best * (1 - 1e-9) <= plan_piper(problem).objective_s <= best * 1.25
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_so_where_layers_lack_a_degree_and_where_the_quickest_degree_has_no_room(seed: int) -> None:
+    """Such plans were refused: slower than four times what all layers take in their quickest degree."""
+    problem = random_input(seed, branch=False)
+    lacking = replace(
+        problem,
+        implementations=tuple(
+            {degree: each for degree, each in own.items() if degree == 1 or number % 2}
+            for number, own in enumerate(problem.implementations)
+        ),
+    )
+    quick = replace(
+        problem,
+        num_devices=1,
+        memory_bytes=1e9,
+        implementations=tuple(
+            {1: own[1], 2: tuple(replace(each, time_s=each.time_s / 1000) for each in own[2])}
+            for own in problem.implementations
+        ),
+    )
+    for each in (lacking, quick):
+        found = plan_piper(each, knapsack="exact").objective_s
+        assert found == pytest.approx(best_of_all(each), rel=1e-9) and np.isfinite(found)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -29,7 +29,7 @@ from searchers.space import LayerSpace, Mesh
 from simulator.closed_forms.estimate import Estimate, estimate
 from simulator.fast.estimate import FastEstimator
 from simulator.plan import Axis, Plan, Stage
-from simulator.problem import Problem
+from simulator.problem import Problem, ProblemSpec
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.searcher_contract import SearcherContract
@@ -402,3 +402,12 @@ def test_every_search_compiles_the_estimate_before_it_asks_it(name: str, monkeyp
     with suppress(ValueError, NoFeasiblePlan):
         searcher_named(name).search(tiny_problem(4, 8), Budget(evaluations=3))
     assert "asked" not in told or told[0] == "compiled"
+
+
+@pytest.mark.parametrize("name", searcher_names())
+def test_a_dtype_that_the_gpus_lack_is_what_every_searcher_says(name: str) -> None:
+    """Some took it for a model that no degree divides, or for too little memory."""
+    spec = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x4", runtime="pytorch-ddp", global_batch=4)
+    problem = replace(spec.load(), workload=tiny_problem().workload, spec=None)
+    with pytest.raises(ValueError, match=r"matmul curves for \(fp16, fp32\), got 'bf16' of runtime pytorch-ddp"):
+        searcher_named(name).search(problem, Budget(evaluations=20), 0)
