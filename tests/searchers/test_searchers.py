@@ -34,6 +34,7 @@ from simulator.uniform import uniform_plan
 from simulator.validate import validate
 from tests.searchers.searcher_contract import SearcherContract
 from tests.searchers.tiny import tiny_problem
+from workloads.registry import build_workload
 
 NEEDED_DEVICES = {"deepspeed-3d": 4}
 
@@ -408,6 +409,6 @@ def test_every_search_compiles_the_estimate_before_it_asks_it(name: str, monkeyp
 def test_a_dtype_that_the_gpus_lack_is_what_every_searcher_says(name: str) -> None:
     """Some took it for a model that no degree divides, or for too little memory."""
     spec = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x4", runtime="pytorch-ddp", global_batch=4)
-    problem = replace(spec.load(), workload=tiny_problem().workload, spec=None)
+    problem = replace(spec.load(), workload=build_workload("gpt3-350m", overrides={"layers": 4}), spec=None)
     with pytest.raises(ValueError, match=r"matmul curves for \(fp16, fp32\), got 'bf16' of runtime pytorch-ddp"):
         searcher_named(name).search(problem, Budget(evaluations=20), 0)
