@@ -42,12 +42,13 @@ def write_campaign(result: CampaignResult, folder: Path) -> list[Path]:
 def write_traces(result: CampaignResult, folder: Path) -> None:
     """Write one trace per plan: the predicted timeline above the measured one."""
     from validation.campaigns.combined_trace import write_combined_trace
+    from validation.campaigns.definition import file_stem
 
     folder.mkdir(exist_ok=True)
     for each in result.outcomes:
         actions, spans = each.measured[0].traced
         if actions:
-            path = folder / f"{each.plan.name.replace(' ', '_')}.json.gz"
+            path = folder / f"{file_stem(each.plan.name)}.json.gz"
             devices = sorted(each.plan.plan.devices)
             write_combined_trace(each.result, each.plan.problem.workload, devices, actions, spans, path)
 
@@ -98,7 +99,9 @@ def headline(result: CampaignResult) -> str:
     """Return the campaign's figures in one line."""
     summary = result.summary()
     rounds = counted(summary["rounds"], "round")
-    if summary["plans"] == 1:
+    if not result.errors():
+        text = f"{counted(summary['plans'], 'plan')}, {rounds}: out of memory"
+    elif summary["plans"] == 1:
         text = f"{rounds}: iteration time off by {percent(summary['bias'])}"
     else:
         words = ("median", "mean", "worst")

@@ -224,10 +224,13 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
     Returns:
         None where no row describes it: split along two axes, or along one that profiles have no word for.
     """
-    tensor_axes = [axis for axis in sharding if axis.split != "batch"]
+    own = op.tensor_split
+    # What all ranks repeat, though it could be cut, is as on one.
+    repeated = () if own == "replicate" else ("replicate",)
+    tensor_axes = [axis for axis in sharding if axis.split not in ("batch", *repeated)]
     if not tensor_axes:
         return 1, "default"
-    (axis, *others), own = tensor_axes, op.tensor_split
+    axis, *others = tensor_axes
     split = "row" if axis.split == "row_sequence" else axis.split
     if others or split not in (own, op.alternative_split):
         return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a plan file and print, or write, what was measured. Returns the exit code."""
+    """Run a plan file; print what was measured, and write it if asked to. Returns the exit code (2: a wrong input)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="plan file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -23,15 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("-o", "--output", type=Path, help="JSON file")
     chosen = parser.parse_args(arguments)
-    from datafiles.writer import dump_json, write_text_atomically  # what --help does not wait for
+    from datafiles.writer import check_file, dump_json, write_text_atomically  # what --help does not wait for
     from simulator.plan_file import load_plan
     from validation.execution.executor import execute, execute_here
     from validation.execution.launch import WorkerError, leave_group, worker_from_environment
 
-    is_first = True
     try:
+        if chosen.output is not None:  # Before anything is measured.
+            check_file(chosen.output)
+            chosen.output.parent.mkdir(parents=True, exist_ok=True)
         spec, plan = load_plan(chosen.plan)
         problem = spec.load()
+        is_first = True
         if "RANK" in os.environ:
             worker = worker_from_environment(chosen.device, timeout_s=chosen.timeout_s)
             is_first = worker.rank == 0
@@ -45,14 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 device=chosen.device,
                 timeout_s=chosen.timeout_s,
             )
+        if is_first:
+            print(f"iteration time  {measurement.iteration_time_s * 1e3:.2f} ms (median of {chosen.iterations})")
+            if chosen.output is not None:
+                write_text_atomically(chosen.output, dump_json(measurement.to_mapping()))
     except (ValueError, OSError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    if is_first:
-        text = dump_json(measurement.to_mapping())
-        if chosen.output is not None:
-            write_text_atomically(chosen.output, text)
-        print(f"iteration time  {measurement.iteration_time_s * 1e3:.2f} ms (median of {chosen.iterations})")
+        return 1 if isinstance(error, WorkerError) else 2
     leave_group()
     return 0
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from validation.campaigns.run import Listener
     from validation.campaigns.work import UnitWork
 
+NONE_RAN = "no plan ran, so the limit was not met"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables from which PyTorch takes the settings of its caching allocator."""
 
@@ -79,7 +80,7 @@ def validate_campaign(
         if as_json:
             print_json({"skipped": f"the campaign {missing}"})
         if limit is not None:
-            messages().print("no plan ran, so the limit was not met")
+            messages().print(NONE_RAN)
             raise typer.Exit(1)
         return
     seconds = estimated_s(work, campaign.device, turns)
@@ -116,7 +117,8 @@ def validate_campaign(
     if (left_out or result.rounds < turns) and not missing:
         raise typer.Exit(INTERRUPTED)
     if limit is not None and not result.median_absolute <= limit:
-        messages().print(f"the median error is {100 * result.median_absolute:.1f} %, the limit is {100 * limit:g} %")
+        found = f"the median error is {100 * result.median_absolute:.1f} %, the limit is {100 * limit:g} %"
+        messages().print(found if result.errors() else NONE_RAN)
         raise typer.Exit(1)
 
 
@@ -290,7 +292,7 @@ def _report(result: CampaignResult, folder: Path, write_cases: Path | None, *, a
     columns = [("plan", "left"), ("predicted (ms)", "right"), ("measured (ms)", "right"), ("error", "right"),
                ("spread", "right"), ("largest misses (ms)", "left")]  # fmt: skip
     print_table(f"{result.campaign.name} on {result.machine}", columns, rows)
-    if len(result.outcomes) == 1:
+    if len(result.outcomes) == 1 and result.errors():
         _show_parts(result.outcomes[0])
     print_lines(headline(result))
     messages().print("written: " + ", ".join(str(path) for path in written), soft_wrap=True)

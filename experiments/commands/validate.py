@@ -12,6 +12,9 @@ from experiments.console import AsJson, all_writable
 
 DEVICES = ("cpu", "cuda")
 Device = Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl).")]
+DeviceOfPlan = Annotated[
+    str | None, typer.Option(help="Of a plan: cpu (gloo, the default) or cuda (nccl).", show_default=False)
+]
 
 
 def require_torch() -> None:
@@ -55,7 +58,7 @@ def validate_file(
         int | None, typer.Option(help="Executions; their median counts. Default: 5, or the campaign's.", min=1,
                                  show_default=False)
     ] = None,
-    device: Device = "cpu",
+    device: DeviceOfPlan = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of the results; the same one goes on.",
                                   show_default=False)
@@ -79,7 +82,7 @@ def validate_file(
     Example: windtunnel validate cpu-gloo -o out/cpu-gloo --limit 10%
     """
     require_torch()
-    check_device(device)
+    check_device(device or DEVICES[0])
     from experiments.commands.campaign import validate_campaign
     from simulator.plan_file import load_plan
     from validation.campaigns.definition import campaign_names, is_campaign, load_campaign
@@ -91,6 +94,8 @@ def validate_file(
     is_word = not (Path(target).suffix or Path(target).exists())  # no file was meant
     if is_word or is_campaign(target):
         campaign = load_campaign(target, cluster=cluster)
+        if device is not None:
+            raise ValueError(f"--device is for plans, got the campaign {target}, which says its own: {campaign.device}")
         validate_campaign(
             campaign, profile=profile, limit=largest, rounds=rounds, output=output, dry_run=dry_run,
             write_cases=write_cases, as_json=as_json,
@@ -101,7 +106,7 @@ def validate_file(
             known = ", ".join(campaign_names())
             raise ValueError(f"{word} is for campaigns, got the plan {target}; shipped ones are {known}")
     spec, plan = load_plan(target)
-    campaign = plan_campaign(spec, plan, name=Path(target).stem, device=device)
+    campaign = plan_campaign(spec, plan, name=Path(target).stem, device=device or DEVICES[0])
     missing = missing_devices(campaign)
     if missing and not dry_run:
         raise ValueError(f"{missing}; --dry-run lists what would run")

@@ -158,6 +158,11 @@ def test_campaign_options_are_refused_for_a_plan_file(tmp_path: Path) -> None:
         validate_file(str(path), cluster="local-cpu:1x2")
 
 
+def test_a_campaign_says_its_device_itself() -> None:
+    with pytest.raises(ValueError, match=r"--device is for plans, got the campaign cpu-gloo, .* its own: cpu"):
+        validate_file("cpu-gloo", device="cuda", dry_run=True)
+
+
 def test_cases_are_of_campaigns_that_have_a_group(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(dump_yaml(mapping()))

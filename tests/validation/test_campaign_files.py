@@ -119,6 +119,14 @@ def test_no_profiling_run_is_a_report_plan() -> None:
             "stage_layers must name 2 numbers that add up to 4",
         ),
         ({"runtimes": {"a": {"base": "windtunnel-executor"}, "b": {"base": "alpa"}}}, "runtime must be named"),
+        (
+            {"models": {"communication": MODEL}, "report": [{"model": "communication"}], "calibration": []},
+            "files of 'communication' .* would be those of the campaign's own communication too; give another name",
+        ),
+        (
+            {"models": {"a b": MODEL, "a_b": MODEL}, "report": [{"model": "a b"}, {"model": "a_b"}], "calibration": []},
+            r"files of 'a_b' \(a_b\) would be those of 'a b' too",
+        ),
     ],
 )
 def test_a_bad_campaign_says_where_and_what(changes: dict[str, Any], message: str) -> None:
@@ -137,6 +145,7 @@ def test_lists_stand_for_every_combination() -> None:
 def test_the_fingerprint_is_of_what_runs_not_of_how_often() -> None:
     plain = load()
     assert load(options={"rounds": 9, "statistic": "fastest"}).fingerprint == plain.fingerprint
+    assert load(options={"ranking_margin": 0.5}).fingerprint == plain.fingerprint
     assert load(options={"iterations": 9}).fingerprint != plain.fingerprint
     assert load(report=[{"model": "gpt", "pp": 2, "num_microbatches": 6}]).fingerprint != plain.fingerprint
 

@@ -47,3 +47,27 @@ def test_a_damaged_round_is_refused_before_anything_runs(
     with pytest.raises(DataFileError, match=f"002-gpt.json.*: {message}; remove it to measure again"):
         run_campaign(campaign, work, tmp_path, rounds=3)
     assert second.read_text() == text.replace(old, new, 1)
+
+
+def test_rounds_of_another_torch_are_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign = campaign_from_mapping(ALONE, "alone.yaml")
+    (unit,) = work = campaign_work(campaign)
+    prepare_folder(campaign, tmp_path, with_profiling=True)
+    jobs = [measurement_mapping(ran_out_of_memory(job, "cpu"), with_trace=False) for job in unit.jobs]
+    (tmp_path / "rounds" / "001-gpt.json").write_text(json.dumps({"format": FORMAT, "jobs": jobs}))
+    monkeypatch.setattr(campaign_run, "versions", lambda: {"torch": "1.9.0", "python": "3.11"})
+    monkeypatch.setattr(campaign_run, "execute_rounds", lambda *jobs, **options: pytest.fail("something ran"))
+    run_campaign(campaign, work, tmp_path, rounds=1)  # nothing is left to measure
+    with pytest.raises(ValueError, match=r"same versions, but those in .* are of torch .*, here 1\.9\.0"):
+        run_campaign(campaign, work, tmp_path, rounds=2)
+    (tmp_path / "campaign.json").write_text("{")
+    with pytest.raises(DataFileError, match=r"campaign\.json.*malformed JSON: .*; bring it back, or give another -o"):
+        run_campaign(campaign, work, tmp_path, rounds=1)
+
+
+def test_a_folder_says_whether_its_rounds_have_profiles_of_their_own(tmp_path: Path) -> None:
+    campaign = campaign_from_mapping(ALONE, "alone.yaml")
+    prepare_folder(campaign, tmp_path, with_profiling=True)
+    words = r"another kind \(with profiles of its own; this is with a profile that was given\); give another -o"
+    with pytest.raises(ValueError, match=words):
+        prepare_folder(campaign, tmp_path, with_profiling=False)

@@ -1,5 +1,6 @@
 """A plan file as a campaign of one plan: what calibrates it is like it, and never it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
+from simulator.plan import Axis, Plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
 from validation.campaigns.definition import Campaign
@@ -29,13 +31,18 @@ SHAPES = {
 
 
 def campaign_of(
-    folder: Path, shape: dict[str, Any], microbatches: int = 4, runtime: str = "windtunnel-executor-fp32"
+    folder: Path,
+    shape: dict[str, Any],
+    microbatches: int = 4,
+    runtime: str = "windtunnel-executor-fp32",
+    *,
+    name: str = "mine",
 ) -> Campaign:
     model = folder / "model.yaml"
     model.write_text(MODEL)
     samples = shape["microbatch"] * shape.get("dp", 1) * microbatches
     spec = ProblemSpec(str(model), "local-cpu:1x2", runtime, samples)
-    return plan_campaign(spec, uniform_plan(spec.load(), **shape), name="mine")
+    return plan_campaign(spec, uniform_plan(spec.load(), **shape), name=name)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -58,3 +65,22 @@ def test_another_plan_is_another_campaign(tmp_path: Path) -> None:
     assert first.fingerprint != second.fingerprint
     assert first.fingerprint == campaign_of(tmp_path, SHAPES["pipeline"], 4).fingerprint
     assert first.fingerprint != campaign_of(tmp_path, SHAPES["pipeline"], 4, "windtunnel-executor").fingerprint
+
+
+def test_a_plan_called_communication_has_files_of_its_own(tmp_path: Path) -> None:
+    campaign = campaign_of(tmp_path, SHAPES["pipeline"], name="communication")
+    assert campaign.units == ["the plan communication"] and campaign.name == "communication"
+
+
+def test_operators_that_all_ranks_repeat_are_profiled_whole(tmp_path: Path) -> None:
+    """They were profiled as if cut in two, which a model with an odd number of heads cannot be."""
+    (tmp_path / "odd.yaml").write_text(
+        MODEL.replace("heads: 4", "heads: 3").replace("hidden: 64", "hidden: 48") + "vocab_multiple: 1\n"
+    )
+    spec = ProblemSpec(str(tmp_path / "odd.yaml"), "local-cpu:1x2", "windtunnel-executor-fp32", 4)
+    problem = spec.load()
+    whole = ((len(problem.workload), (Axis("replicate", 2),)),)
+    (stage,) = uniform_plan(problem, dp=2, microbatch=2).stages
+    plan = Plan((replace(stage, shardings=whole),), 2, 2)
+    (unit,) = campaign_work(plan_campaign(spec, plan, name="mine"))
+    assert {(run.samples, run.tensor_size) for run in unit.profiling.operators} == {(2, 1)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,9 @@ from workloads.registry import build_from_spec, model_spec
 
 FOLDER = Path(__file__).parent
 MAX_PLANS = 1000
+RANKING_MARGIN = 0.15
+COMMUNICATION = "communication"
+"""The part of a round that is of no unit."""
 ONLY_PREDICTED = (
     "name", "sources", "communication_buffer_bytes", "context_bytes", "handover_s", "host_seconds_per_collective",
     "host_seconds_per_kernel", "host_seconds_per_list_entry", "host_seconds_per_operator", "host_seconds_per_pass",
@@ -127,7 +130,7 @@ class Options(FileModel):
     statistic: Literal["median", "fastest"] = "median"
     iterations: Annotated[int, Field(ge=1, le=1000)] = 3
     warmup: Annotated[int, Field(ge=0, le=100)] = 1
-    ranking_margin: Annotated[float, Field(gt=0, le=10)] = 0.15
+    ranking_margin: Annotated[float, Field(gt=0, le=10)] = RANKING_MARGIN
     records_memory: bool = False
 
 
@@ -212,9 +215,9 @@ class Campaign:
     def fingerprint(self) -> str:
         """Hash of everything that is executed: results of another campaign are not continued."""
         words = [each.identity for each in (*self.calibration, *self.report)]
-        text = json.dumps(
-            [self.name, self.device, self.cluster, self.options.model_dump(exclude={"rounds", "statistic"}), words]
-        )
+        # What counts of the rounds is no part of it; `ranking_margin` stands with its default, as it always has.
+        executed = {**self.options.model_dump(exclude={"rounds", "statistic"}), "ranking_margin": RANKING_MARGIN}
+        text = json.dumps([self.name, self.device, self.cluster, executed, words])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -271,6 +274,7 @@ def campaign_from_mapping(mapping: Mapping[str, Any], source: str, *, cluster: s
 
     calibration, report = plans("calibration", file.calibration), plans("report", file.report)
     _check_disjoint(calibration, report, source)
+    _check_files(dict.fromkeys(each.unit for each in (*calibration, *report)), source)
     return Campaign(
         file.name, file.description, file.device, file.options, calibration, report, models, file.runtimes, chosen
     )
@@ -335,6 +339,27 @@ def plan_of_entry(entry: PlanEntry, problem: Problem) -> Plan:
         stages.append(Stage(((start, stop),), old.devices, ((stop - start, old.shardings[0][1]),), segments))
         start = stop
     return replace(plan, stages=tuple(stages))
+
+
+def file_stem(name: str) -> str:
+    """Return what files of a unit or plan are called.
+
+    >>> file_stem("gpt tp2 4x1")
+    'gpt_tp2_4x1'
+    """
+    return name.replace(" ", "_")
+
+
+def _check_files(units: Iterable[str], source: str) -> None:
+    """Refuse units whose files would be one another's, or those of what is measured of no unit."""
+    taken = {COMMUNICATION: f"the campaign's own {COMMUNICATION}"}
+    for unit in units:
+        stem = file_stem(unit)
+        if stem in taken:
+            raise DataFileError(
+                source, f"the files of {unit!r} ({stem}) would be those of {taken[stem]} too; give another name"
+            )
+        taken[stem] = repr(unit)
 
 
 def _check_disjoint(calibration: Sequence[CampaignPlan], report: Sequence[CampaignPlan], source: str) -> None:

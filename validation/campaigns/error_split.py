@@ -23,7 +23,7 @@ from simulator.lowering.program import ProgramBuilder, StageView
 from simulator.operator_cost import RECOMPUTED, OperatorCost
 from simulator.plan import Plan
 from simulator.problem import Problem
-from simulator.profiled_costs import profile_role
+from simulator.profiled_costs import profile_role, profiled_as
 from simulator.result import SimulationResult
 from validation.campaigns.fit import EXPOSED_COLLECTIVES, Calibration
 from validation.measurement import Measurement
@@ -201,14 +201,13 @@ def _parts(view: StageView, phases: tuple[str, ...]) -> Iterator[tuple[int, str,
 def _operator_s(view: StageView, index: int, phase: str, calibration: Calibration, scaling: ProfileScaling) -> float:
     """Return seconds of an operator's phase without what profile rows add to make up a whole pass."""
     sharding = view.shardings[index]
-    role = profile_role(calibration.profile.operators, view.costs.problem.workload, index)
+    workload = view.costs.problem.workload
+    role = profile_role(calibration.profile.operators, workload, index)
     samples = view.samples(index)
     cost: OperatorCost = view.costs.operator(index, sharding, samples, view.gpu_type)
     seconds = float(getattr(cost, phase).device_s)
-    degree = 1
-    for axis in sharding:
-        degree *= axis.size if axis.split != "batch" else 1
-    raw = calibration.raw(role, samples, degree)
+    measured_as = profiled_as(workload.operators[index], sharding)
+    raw = calibration.raw(role, samples, measured_as[0]) if measured_as else None
     is_forward = phase in (FORWARD, RECOMPUTED)
     whole = cost.forward.device_s if is_forward else cost.backward.device_s
     if raw is None or whole <= 0:

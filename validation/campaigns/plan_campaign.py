@@ -9,7 +9,7 @@ from simulator.plan import Plan
 from simulator.problem import ProblemSpec
 from simulator.uniform import uniform_plan
 from simulator.validate import validate
-from validation.campaigns.definition import Campaign, CampaignPlan, Options
+from validation.campaigns.definition import COMMUNICATION, Campaign, CampaignPlan, Options, file_stem
 from validation.campaigns.work import sizes_of
 from validation.profiling.calibration import CALIBRATION_MICROBATCHES
 from validation.profiling.profiler import PROFILING_SCHEDULE
@@ -33,7 +33,8 @@ def plan_campaign(spec: ProblemSpec, plan: Plan, *, name: str, device: str = "cp
     """
     problem = spec.load()
     own = validate(plan, problem)
-    reported = CampaignPlan(name, name, spec.model, spec.runtime, own, problem)
+    unit = name if file_stem(name) != COMMUNICATION else f"the plan {name}"
+    reported = CampaignPlan(name, unit, spec.model, spec.runtime, own, problem)
     return Campaign(
         name=name,
         description=f"The plan {name}",

@@ -13,6 +13,7 @@ from datafiles.schema import FileModel, validated
 from datafiles.writer import dump_json, write_text_atomically
 from hardware_models.schema import Text
 from simulator.profile_check import check_profile
+from validation.campaigns.definition import file_stem
 from validation.campaigns.fit import Calibration
 from validation.campaigns.work import UnitWork
 from validation.profiling.machine_profile import MachineProfile, load_machine_profile, save_machine_profile
@@ -33,7 +34,7 @@ class _File(FileModel):
 def save_calibration(calibration: Calibration, folder: Path, unit: str) -> None:
     """Write ``UNIT.json``, the machine profile, and ``UNIT.calibration.json`` beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = unit.replace(" ", "_")
+    stem = file_stem(unit)
     save_machine_profile(calibration.profile, folder / f"{stem}.json")
     mapping: dict[str, Any] = {
         "format": "windtunnel-campaign-calibration-1",
@@ -64,7 +65,7 @@ def load_calibrations(folder: Path, units: Sequence[UnitWork]) -> dict[str, Cali
     """
     found = {}
     for unit in units:
-        stem = unit.name.replace(" ", "_")
+        stem = file_stem(unit.name)
         path = folder if folder.is_file() and len(units) == 1 else folder / f"{stem}.json"
         if not path.is_file():
             got = f"{folder}, which lacks it" if folder.is_dir() else f"{folder}, which is none"

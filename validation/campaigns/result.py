@@ -189,8 +189,9 @@ class CampaignResult:
 
     @property
     def median_absolute(self) -> float:
-        """Median over plans of the absolute error of the iteration time."""
-        return statistics.median(map(abs, self.errors()))
+        """Median over plans of the absolute error of the iteration time; infinite if none ran."""
+        errors = self.errors()
+        return statistics.median(map(abs, errors)) if errors else float("inf")
 
     @property
     def disturbance(self) -> float:

@@ -21,7 +21,7 @@ from datafiles.schema import FileModel, validated
 from datafiles.words import counted
 from datafiles.writer import dump_json, write_bytes_atomically, write_text_atomically
 from hardware_models.schema import Positive, Text
-from validation.campaigns.definition import Campaign
+from validation.campaigns.definition import COMMUNICATION, Campaign, file_stem
 from validation.campaigns.work import UnitWork
 from validation.measurement import Measurement
 from validation.measurement_file import measurement_from_mapping, measurement_mapping
@@ -37,7 +37,6 @@ Listener = Callable[[int, str, int, int], None]
 TIMEOUT_S = 3600.0
 MAX_ROUND_BYTES = 128 << 20
 """Of one unit's share of a round; that of the first holds traces."""
-COMMUNICATION = "communication"
 
 
 class _Identity(FileModel):
@@ -125,6 +124,9 @@ def run_campaign(
         for name in names:
             if _path(folder, number, name).exists():
                 _part(_path(folder, number, name), by_name.get(name))
+    parts = [(number, name) for number in range(1, rounds + 1) for name in names]
+    if not all(_path(folder, *part).exists() for part in parts):
+        _check_versions(folder)
     done, total = 0, rounds * len(names)
     for number in range(1, rounds + 1):
         for name in names:
@@ -139,6 +141,17 @@ def run_campaign(
                 )
                 write_text_atomically(path, json.dumps({"format": FORMAT, **mapping}, allow_nan=False) + "\n")
             done += 1
+
+
+def _check_versions(folder: Path) -> None:
+    """Refuse to add rounds to those of another torch or Python: their medians would be of neither."""
+    theirs, here = _identity(folder).versions, versions()
+    other = [f"{name} {own}, here {here[name]}" for name, own in theirs.items() if here.get(name, own) != own]
+    if other and any((folder / "rounds").iterdir()):
+        raise ValueError(
+            f"rounds of one campaign must be measured with the same versions, but those in {folder} are of "
+            f"{'; '.join(other)}; give another -o, or install those"
+        )
 
 
 def missing_devices(campaign: Campaign) -> str:
@@ -176,15 +189,24 @@ def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> tu
     Raises:
         ValueError: If they are of another campaign, or of one that used a profile where this one does not.
     """
-    path = folder / "campaign.json"
-    found = validated(_Identity, load_mapping(path), str(path))
+    found = _identity(folder)
+    sources = {True: "profiles of its own", False: "a profile that was given"}
     for what, own, theirs in (
         ("campaign", f"{campaign.name} {campaign.fingerprint}", f"{found.campaign} {found.fingerprint}"),
-        ("use of a profile", not with_profiling, not found.with_profiling),
+        ("kind", f"with {sources[with_profiling]}", f"with {sources[found.with_profiling]}"),
     ):
         if own != theirs:
             raise _another(what, folder, theirs, own)
     return found.machine, found.date
+
+
+def _identity(folder: Path) -> _Identity:
+    path = folder / "campaign.json"
+    try:
+        return validated(_Identity, load_mapping(path), str(path))
+    except DataFileError as error:
+        words = "it says whose rounds lie beside it; bring it back, or give another -o"
+        raise DataFileError(path, f"{error.message}; {words}", line=error.line) from None
 
 
 def _another(what: str, folder: Path, theirs: object, own: object) -> ValueError:
@@ -236,7 +258,7 @@ def _communicates(campaign: Campaign, with_profiling: bool) -> bool:
 
 
 def _path(folder: Path, number: int, name: str) -> Path:
-    return folder / "rounds" / f"{number:03d}-{name.replace(' ', '_')}.json"
+    return folder / "rounds" / f"{number:03d}-{file_stem(name)}.json"
 
 
 def _part(path: Path, unit: UnitWork | None) -> tuple[_Communication, tuple[Measurement, ...]]:
@@ -297,5 +319,5 @@ def _run_unit(campaign: Campaign, unit: UnitWork, folder: Path, number: int) -> 
 def _save_history(folder: Path, name: str, measured: Measurement) -> None:
     for device, history in measured.memory_history.items():
         (folder / "memory").mkdir(exist_ok=True)
-        path = folder / "memory" / f"{name.replace(' ', '_')}-{device}.json.gz"
+        path = folder / "memory" / f"{file_stem(name)}-{device}.json.gz"
         write_bytes_atomically(path, gzip.compress(json.dumps(history, separators=(",", ":")).encode(), mtime=0))

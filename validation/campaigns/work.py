@@ -169,16 +169,26 @@ def profiled_sizes(calibration: Sequence[CampaignPlan], report: Sequence[Campaig
 
 
 def sizes_of(plan: Plan, problem: Problem) -> set[SizeAndDegree]:
-    """Return samples per rank and tensor-parallel degree of every operator of a plan."""
-    found = set()
+    """Return samples per rank and tensor-parallel degree of every operator of a plan.
+
+    What all ranks repeat is measured beside what is cut in as many parts, if anything is: else whole.
+    """
+    found, repeated = set[SizeAndDegree](), set[tuple[int, int, int]]()
     for stage in plan.stages:
         for index, word in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
             axes = resolve(word, problem.workload.operators[index])
             replicas = prod(axis.size for axis in axes if axis.split == "batch")
-            degree = prod(axis.size for axis in axes if axis.split != "batch")
+            parts = prod(axis.size for axis in axes if axis.split not in ("batch", "replicate"))
+            ranks = prod(axis.size for axis in axes if axis.split != "batch")
             for size in {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}:
-                found.add((-(-size // replicas), degree))
-    # Operators that a tensor-parallel plan does not split are measured at degree 1.
+                samples = -(-size // replicas)
+                if parts == ranks:
+                    found.add((samples, parts))
+                else:
+                    repeated.add((samples, parts, ranks))
+    for samples, parts, ranks in repeated:
+        if (samples, ranks) not in found:
+            found.add((samples, parts))
     return found
 
 

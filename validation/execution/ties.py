@@ -85,7 +85,8 @@ def find_ties(wirings: Sequence[StageWiring]) -> list[Tie]:
             several = len({place.stage for place in places}) == len(places)
             found.append(Tie(key, shapes[key], tuple(places), alike and several))
     derived = {key for key, _, _ in tied_groups([wiring.view for wiring in wirings])}
-    assert derived == {tie.key for tie in found if len(tie.ranks) > 1}, (derived, found)
+    summed = {tie.key for tie in found if any(len(ranks) > 1 for ranks in tie.groups())}
+    assert derived == summed, (derived, found)
     return found
 
 
