@@ -5,6 +5,7 @@ Commands live in one file each and import what they need when they run, so ``--h
 
 from __future__ import annotations
 
+import os
 import sys
 from inspect import cleandoc, getdoc
 from typing import Any
@@ -31,6 +32,9 @@ from experiments.commands.accuracy import register as register_accuracy
 from experiments.console import fail, messages
 from experiments.interrupts import INTERRUPTED, one_interrupt, raise_interrupts
 
+UNREAD = 141
+"""Exit code where the reader of the output went before its end, as of shells (128 and the number of SIGPIPE)."""
+
 
 class Commands(TyperGroup):
     """The commands; what an option refuses is told with what came, and an interrupt is told."""
@@ -40,7 +44,13 @@ class Commands(TyperGroup):
         try:
             raise_interrupts()
             with one_interrupt():
-                return super().invoke(ctx)
+                try:
+                    return super().invoke(ctx)
+                finally:
+                    sys.stdout.flush()
+        except BrokenPipeError:  # whoever read the output has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+            raise typer.Exit(UNREAD) from None
         except KeyboardInterrupt:  # a command that keeps something says so itself
             messages().print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -91,7 +101,7 @@ app = typer.Typer(
     A paper's table:    windtunnel reproduce mpe-counts
 
     Exit codes: 0 done, 1 a limit was not met, 2 wrong input (one message says what and how to mend it),
-    130 interrupted.
+    130 interrupted, 141 nobody reads the output.
     """,
     rich_markup_mode="rich",
     no_args_is_help=True,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -251,16 +253,23 @@ def writable_folder(path: Path) -> Path:
 
 def console() -> Console:
     """Return the console for results (standard output)."""
-    from rich.console import Console
-
-    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    return _console(stderr=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
 
 
 def messages() -> Console:
     """Return the console for progress and notes (standard error), so that output can be piped."""
+    return _console(stderr=True, width=None if sys.stderr.isatty() else WIDTH_IN_FILES)
+
+
+def _console(*, stderr: bool, width: int | None) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, emoji=False, width=None if sys.stderr.isatty() else WIDTH_IN_FILES)
+    class OwnConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave what a reader's going means to the command line: rich ends with code 1, a limit that is not met."""
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return OwnConsole(stderr=stderr, highlight=False, emoji=False, width=width)
 
 
 def print_json(value: Any) -> None:

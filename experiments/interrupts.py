@@ -51,11 +51,12 @@ def one_interrupt() -> Iterator[None]:
     """Raise every Ctrl-C as KeyboardInterrupt.
 
     A compiled function that is interrupted while it looks at its arguments raises a SystemError caused by one
-    ("returned a result with an exception set": CPython, Objects/call.c; seen with numba 0.68).
+    ("returned a result with an exception set": CPython, Objects/call.c; seen with numba 0.68), and a class that is
+    being made, up to Python 3.11, a RuntimeError ("Error calling __set_name__": Objects/typeobject.c).
     """
     try:
         yield
-    except SystemError as error:
+    except (SystemError, RuntimeError) as error:
         if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise

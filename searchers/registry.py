@@ -119,6 +119,8 @@ def _from_file(reference: str) -> object:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # It fell into a class that was being made.
+            raise KeyboardInterrupt from None
         words = f"searcher file {file_name!r} must run as Python; it raised {raised(error, reference)}"
         raise ValueError(words) from error
     classes = [

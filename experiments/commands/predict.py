@@ -228,11 +228,14 @@ def _simulated(cases: Sequence[Any], fidelity: Any, runs: Path, output: Path | N
                 except ValueError as error:  # too large to simulate
                     raise ValueError(f"{case.row_id}: {error}") from error
     except KeyboardInterrupt:
-        kept = f"are in {output}" if output is not None and outcomes else "are lost (-o keeps them)"
-        messages().print(
-            f"interrupted; {len(outcomes)} of {counted(len(cases), 'run')} were simulated and {kept}",
-            markup=False,
-        )
+        done = f"{len(outcomes)} of {counted(len(cases), 'run')} were simulated and"
+        if not outcomes:
+            words = "interrupted before the first run was through; nothing is written"
+        elif output is not None:
+            words = f"interrupted; {done} are in {output}"
+        else:
+            words = f"interrupted; {done} are lost (-o keeps them)"
+        messages().print(words, markup=False)
         raise typer.Exit(INTERRUPTED) from None
     finally:
         if output is not None and outcomes:

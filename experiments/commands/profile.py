@@ -25,10 +25,14 @@ from experiments.console import (
     print_lines,
 )
 from experiments.interrupts import INTERRUPTED, one_interrupt, terminate_means_interrupt
+from experiments.notes import show_notes
 
 if TYPE_CHECKING:
+    from simulator.problem import Problem
     from validation.profiling.machine_profile import MachineProfile
     from validation.profiling.profile_run import Listener, ProfileWork
+
+GIB = 2**30
 
 
 def profile_machine_file(
@@ -51,7 +55,7 @@ def profile_machine_file(
     ] = "",
     rounds: Annotated[int, typer.Option(help="Rounds at most; medians count.", min=1)] = 9,
     spread: Annotated[
-        str, typer.Option(help="Repeat (3 times at least) until half the middle half's range is below this.")
+        str, typer.Option(help="Repeat (3 times, or --rounds) until half the middle half's range is below this.")
     ] = "5%",
     restart: Annotated[bool, typer.Option("--restart", help="Drop what an interrupted profile has measured.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost, and measure nothing.")] = False,
@@ -98,6 +102,7 @@ def profile_machine_file(
         spread=parse_share(spread),
         device=device,
     )
+    show_notes(_too_large(problem, min(options.tensor_sizes)))
     work = profile_work(problem, options)
     least, most = work.estimate_s()
     how_many = f"3 to {rounds} rounds" if rounds > 3 else counted(rounds, "round")
@@ -139,6 +144,18 @@ def profile_machine_file(
         return
     _show(profile)
     messages().print(f"profile: {output}", markup=False)
+
+
+def _too_large(problem: Problem, degree: int) -> Iterator[str]:
+    """Yield, in words, that a model's states alone are more than a device holds: it is trained to be measured."""
+    state_bytes = problem.workload.num_parameters * problem.runtime.state_bytes_per_parameter / degree
+    capacity_bytes = min(map(problem.capacity_bytes, range(problem.num_devices)))
+    if state_bytes > capacity_bytes:
+        yield (
+            f"parameters, gradients and optimizer states of {problem.workload.name} at tensor degree {degree} take "
+            f"{state_bytes / GIB:,.0f} GiB, of {capacity_bytes / GIB:,.1f} that {problem.gpu_types[0]} has by its "
+            "description; where this machine has no more either, give the model fewer layers"
+        )
 
 
 @contextmanager

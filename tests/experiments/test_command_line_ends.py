@@ -222,6 +222,40 @@ def test_an_interrupt_inside_compiled_code_is_an_interrupt(
     assert [path.name for path in (tmp_path / "out" / "rows").iterdir()] == ["fsdp.json"], "not ddp, as its mistake"
 
 
+def class_that_is_interrupted_as_it_is_made(*_: object) -> None:
+    """Fail as CPython 3.11 does when an interrupt falls into ``__set_name__``, which dataclasses' fields have."""
+    raise RuntimeError("Error calling __set_name__ on 'Field' instance") from KeyboardInterrupt()
+
+
+def test_an_interrupt_inside_a_class_statement_is_an_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DistributedDataParallel, "score", class_that_is_interrupted_as_it_is_made)
+    code, out, error = run(capsys, "search", *PROBLEM, "-s", "ddp", "-o", tmp_path / "plan.yaml")
+    assert (code, out) == (130, "") and "Traceback" not in error
+    with pytest.raises(RuntimeError), one_interrupt():
+        raise RuntimeError("a mistake of ours")
+    (tmp_path / "mine.py").write_text(
+        "class Interrupted:\n    def __set_name__(self, owner, name):\n        raise KeyboardInterrupt\n"
+        "class Mine:\n    field = Interrupted()\n"
+    )
+    code, _, error = run(capsys, "search", *PROBLEM, "-s", tmp_path / "mine.py:Mine")
+    assert code == 130 and "must run as Python" not in error
+
+
+@pytest.mark.parametrize("arguments", [["list", "models", "--json"], ["list", "models"]])
+def test_output_that_nobody_reads_is_no_limit_that_was_not_met(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "windtunnel", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_searcher_file_that_exits_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("raise SystemExit(3)\n")
     code, _, error = run(capsys, "search", *PROBLEM, "-s", tmp_path / "mine.py:Mine")

@@ -18,7 +18,7 @@ from simulator.costs import CostTables
 from simulator.fidelity import Fidelity
 from simulator.plan import Axis, Plan, Sharding, Stage, resolve
 from simulator.problem import Problem
-from simulator.profiled_costs import modelled_row
+from simulator.profiled_costs import modelled_row, profiled_as
 from simulator.segments import Segment
 from simulator.simulate import simulate
 from simulator.uniform import uniform_plan
@@ -49,6 +49,16 @@ def test_a_profile_row_that_contains_its_collective_is_not_charged_for_it_again(
     graph = simulate(uniform_plan(measured, tp=2, pp=2), measured).graph
     split = {graph.names[i] for i in graph.name[np.array(graph.causes)[graph.cause] == "tensor parallel"]}
     assert not any(".mlp_linear_2" in name or ".attention_qkv" in name for name in split)
+
+
+def test_what_all_ranks_repeat_though_it_could_be_cut_is_the_row_of_one_rank() -> None:
+    operators = {op.role: op for op in small_problem("gpt", global_batch=4).workload.operators}
+    repeated = (Axis("batch", 2), Axis("replicate", 2))
+    assert profiled_as(operators["mlp_linear_1"], repeated) == (1, "default")
+    assert profiled_as(operators["mlp_linear_1"], (Axis("column", 2),)) == (2, "default")
+    assert profiled_as(operators["mlp_linear_1"], (Axis("column", 2), Axis("row", 2))) is None
+    # What can only be repeated was measured beside what is cut, on as many ranks.
+    assert profiled_as(operators["norm_1"], repeated) == (2, "default")
 
 
 @pytest.mark.parametrize("kernels_only", [True, False])

@@ -385,6 +385,8 @@ def test_what_a_profile_would_cost_needs_no_file_for_it(tmp_path: Path, capsys: 
     code, out, error = run(capsys, "profile", "-m", model, "-c", "local-cpu:1x2", "--dry-run", "--json")
     assert code == 0 and "minutes" in error
     assert 0 < json.loads(out)["least_s"] <= json.loads(out)["most_s"]
+    code, _, error = run(capsys, "profile", "-m", "gpt3-175b", "-c", "local-cpu:1x2", "--dry-run")
+    assert code == 0 and "gpt3-175b at tensor degree 1 take 2,602 GiB, of" in " ".join(error.split())
     code, _, error = run(capsys, "profile", "-m", model, "-c", "local-cpu:1x2")
     assert code == 2 and "error: a profile must have a file, got no --output" in error
     assert list(tmp_path.iterdir()) == [model]

@@ -1,4 +1,7 @@
-"""Deterministic parameters and samples, so that any plan of a problem computes the same function."""
+"""Deterministic parameters and samples, so that any plan of a problem computes the same function.
+
+But for batch norms, whose statistics are those of a rank's samples of a microbatch, as under DistributedDataParallel.
+"""
 
 from __future__ import annotations
 

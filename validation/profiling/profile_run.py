@@ -49,7 +49,7 @@ class ProfileOptions:
         tensor_sizes: Tensor-parallel degrees.
         group_sizes: Ranks of the groups whose collectives are measured.
         message_sizes: Bytes.
-        max_rounds: Rounds of the executed plans at most; at least ``sampling.MIN_SAMPLES`` where that is more.
+        max_rounds: Rounds of the executed plans at most, of which there are ``sampling.MIN_SAMPLES`` if it allows.
         spread: Wanted (``validation.profiling.sampling``).
         iterations: Of an executed plan in a round.
         device: ``cpu`` or ``cuda``.
