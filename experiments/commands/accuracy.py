@@ -20,6 +20,7 @@ from experiments.console import (
     writable,
     writable_folder,
 )
+from experiments.interrupts import INTERRUPTED, one_interrupt
 
 if TYPE_CHECKING:
     from experiments.accuracy.baseline import Baseline
@@ -101,10 +102,14 @@ def accuracy(
     folder = data_folder(data)
     entries = list(all_cases(folder))
     _check_features(comma_separated(by), entries, only)
-    with counted_progress("accuracy cases") as listener:
-        outcomes, skipped = core.run_cases(
-            entries, only=only, fidelity=Fidelity().without(*off), listener=listener
-        )
+    try:
+        with one_interrupt(), counted_progress("accuracy cases") as listener:
+            outcomes, skipped = core.run_cases(
+                entries, only=only, fidelity=Fidelity().without(*off), listener=listener
+            )
+    except KeyboardInterrupt:
+        messages().print("interrupted; no case is kept, and the next call begins anew: --group takes fewer")
+        raise typer.Exit(INTERRUPTED) from None
     reports = core.group_reports(outcomes, skipped, only=only)
     baseline = gate.load_baseline()
     found = gate.findings(reports, baseline, with_data=folder is not None, only=only) if check else []

@@ -42,6 +42,15 @@ def test_the_table_says_how_many_cases_ran(app: typer.Typer) -> None:
     assert "aceso_gpt_1_3b.yaml#1" in result.output
 
 
+def test_an_interrupt_says_that_nothing_is_kept(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.accuracy.run.run_case", interrupted)
+    result = CliRunner().invoke(app, ["accuracy", *GROUP])
+    assert result.exit_code == 130 and "interrupted; no case is kept" in result.output
+
+
 def test_a_feature_that_no_run_has_is_refused(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["accuracy", *GROUP, "--by", "colour"])
     assert isinstance(result.exception, ValueError)
