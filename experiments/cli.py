@@ -6,6 +6,7 @@ Commands live in one file each and import what they need when they run, so ``--h
 from __future__ import annotations
 
 import os
+import select
 import sys
 from inspect import cleandoc, getdoc
 from typing import Any
@@ -45,10 +46,15 @@ class Commands(TyperGroup):
             raise_interrupts()
             with one_interrupt():
                 try:
-                    return super().invoke(ctx)
-                finally:
-                    sys.stdout.flush()
-        except BrokenPipeError:  # whoever read the output has gone
+                    found = super().invoke(ctx)
+                except typer.Exit:
+                    _flush()
+                    raise
+                _flush()
+                return found
+        except BrokenPipeError:
+            if not _is_unread():
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
             raise typer.Exit(UNREAD) from None
         except KeyboardInterrupt:  # a command that keeps something says so itself
@@ -60,6 +66,20 @@ class Commands(TyperGroup):
             if isinstance(error.__cause__, ValidationError):
                 error.message += f", got {error.__cause__.errors()[0]['input']!r}"
             raise
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_unread() -> bool:
+    """Return whether standard output is a pipe or socket whose reader has gone."""
+    if sys.stdout is None:
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # Errors are told of, whatever is asked for.
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class Command(TyperCommand):
@@ -101,7 +121,7 @@ app = typer.Typer(
     A paper's table:    windtunnel reproduce mpe-counts
 
     Exit codes: 0 done, 1 a limit was not met, 2 wrong input (one message says what and how to mend it),
-    130 interrupted, 141 nobody reads the output.
+    130 interrupted, 141 nobody reads the command's output.
     """,
     rich_markup_mode="rich",
     no_args_is_help=True,

@@ -126,8 +126,8 @@ def compare(
         engine: Engine of the simulator.
         without: Effects to switch off in the simulator.
         objective: ``paper`` or ``simulator``.
-        output: Folder for inputs, plans, history, table and plots; finished rows in it are kept, and stand in its
-            table and plots whoever is asked for.
+        output: Folder for inputs, plans, history, table and plots; finished rows in it are kept. Those of
+            the same code stand in its table and plots, whoever is asked for.
         listener: Told of progress.
 
     Returns:

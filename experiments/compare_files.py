@@ -1,7 +1,7 @@
 """The output folder of a comparison: everything needed to repeat it, and to continue it.
 
 inputs.yaml            problem, budget, seed, engine, versions
-table.csv, table.json  one row per searcher, those of earlier calls too
+table.csv, table.json  one row per searcher, those that finished in earlier calls of the same code too
 history.csv            best objective over time
 plans/NAME.yaml        the plan of each searcher, ready for ``windtunnel simulate``
 rows/NAME.json         row, history and counters of a finished searcher

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from math import floor, isnan, log10
 from os.path import realpath
 from pathlib import Path
@@ -262,6 +263,11 @@ def messages() -> Console:
 
 
 def _console(*, stderr: bool, width: int | None) -> Console:
+    return _console_class()(stderr=stderr, highlight=False, emoji=False, width=width)
+
+
+@cache
+def _console_class() -> type[Console]:
     from rich.console import Console
 
     class OwnConsole(Console):
@@ -269,7 +275,7 @@ def _console(*, stderr: bool, width: int | None) -> Console:
             """Leave what a reader's going means to the command line: rich ends with code 1, a limit that is not met."""
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
-    return OwnConsole(stderr=stderr, highlight=False, emoji=False, width=width)
+    return OwnConsole
 
 
 def print_json(value: Any) -> None:

@@ -214,6 +214,10 @@ class DtypeError(ValueError):
         super().__init__(message)
         self.known = tuple(sorted(known))
 
+    def __reduce__(self) -> tuple[type[DtypeError], tuple[str, tuple[str, ...]]]:
+        """Return how another process makes it again."""
+        return type(self), (str(self), self.known)
+
 
 class GpuType(FileModel):
     """One GPU product.

@@ -15,6 +15,7 @@ from typing import ClassVar, TypeGuard
 
 import numpy as np
 
+from hardware_models.gpus import DtypeError
 from searchers.budget import Budget
 from searchers.plan_words import describe_plan
 from searchers.scores import OBJECTIVES, Objective, Score, estimated, simulated
@@ -83,6 +84,7 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
 
     Attributes:
         searcher: Name of the searcher.
+        message: What it says, without that name.
         closest: Score of the plan that came closest to fitting; None if no plan was even legal.
         closest_plan: That plan.
     """
@@ -91,9 +93,14 @@ class NoFeasiblePlan(ValueError):  # noqa: N818 (the name is part of the design)
         self, searcher: str, message: str, closest: Score | None = None, closest_plan: Plan | None = None
     ) -> None:
         self.searcher = searcher
+        self.message = message
         self.closest = closest
         self.closest_plan = closest_plan
         super().__init__(f"{searcher}: {message}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how another process makes it again."""
+        return type(self), (self.searcher, self.message, self.closest, self.closest_plan)
 
 
 class UnfitResultError(ValueError):
@@ -103,10 +110,14 @@ class UnfitResultError(ValueError):
 def is_refusal(error: BaseException) -> TypeGuard[ValueError]:
     """Return whether a searcher said by an error that it does not apply: by a plain ValueError; others are accidents.
 
-    >>> is_refusal(ValueError("needs four devices")), is_refusal(UnfitResultError("no plan came back"))
-    (True, False)
+    Or that there is no such dtype on the devices, which is in what they know.
+
+    >>> is_refusal(ValueError("needs four devices")), is_refusal(DtypeError("bf16", known=("fp16",)))
+    (True, True)
+    >>> is_refusal(UnfitResultError("no plan came back"))
+    False
     """
-    return type(error) is ValueError
+    return type(error) in (ValueError, DtypeError)
 
 
 def check_objective(name: str) -> None:

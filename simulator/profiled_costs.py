@@ -225,7 +225,7 @@ def profiled_as(op: Operator, sharding: Sharding) -> tuple[int, SplitWord] | Non
         None where no row describes it: split along two axes, or along one that profiles have no word for.
     """
     own = op.tensor_split
-    # What all ranks repeat, though it could be cut, is as on one.
+    # What all ranks repeat, though it could be cut, is as on one rank.
     repeated = () if own == "replicate" else ("replicate",)
     tensor_axes = [axis for axis in sharding if axis.split not in ("batch", *repeated)]
     if not tensor_axes:

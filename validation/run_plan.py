@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from validation.execution.launch import WorkerError, leave_group, worker_from_environment
 
     try:
+        spec, plan = load_plan(chosen.plan)
+        problem = spec.load()
         if chosen.output is not None:  # Before anything is measured.
             check_file(chosen.output)
             chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        spec, plan = load_plan(chosen.plan)
-        problem = spec.load()
         is_first = True
         if "RANK" in os.environ:
             worker = worker_from_environment(chosen.device, timeout_s=chosen.timeout_s)

@@ -129,12 +129,13 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     along = _along(axis, table[axis])
-    shifts = _shifts([rows for _, rows in groups], along)
+    limits = _limits(table["samples_per_s"][table["status"] == "ok"].tolist())
+    shifts = _shifts([rows for _, rows in groups], along, limits)
     for number, (values, rows) in enumerate(groups):
         words = [_word(name, value) for name, value in zip(others, values, strict=True)]
         label = ", ".join(word for word in words if word)
         _draw_line(axes, rows, along, label, number, shifts[number])
-    _finish(axes, along, all_ran=bool((table["status"] == "ok").all()))
+    _finish(axes, along, limits, all_ran=bool((table["status"] == "ok").all()))
     figure.suptitle(title, x=0.02, ha="left", fontsize=13, fontweight="bold", color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=160)
@@ -176,25 +177,25 @@ def _along(name: str, column: pd.Series[Any]) -> Along:
     return Along(name, {value: float(place) for place, value in enumerate(values)}, numeric=False, ordered=ordered)
 
 
-def _shifts(groups: Sequence[pd.DataFrame], along: Along) -> list[float]:
+def _shifts(groups: Sequence[pd.DataFrame], along: Along, limits: tuple[float, float]) -> list[float]:
     """Return by how many points each line's markers stand beside their places: none where none hides another."""
     drawn: dict[float, list[float]] = {}
     for rows in groups:
         medians, failed = _points(rows, along)
         for place, value in [*medians.items(), *((place, 0.0) for place in failed)]:
             drawn.setdefault(place, []).append(value)
-    heights = [_heights(np.array(sorted(values)), _limits(drawn.values())) for values in drawn.values()]
+    heights = [_heights(np.array(sorted(values)), limits) for values in drawn.values()]
     meet = any((np.diff(each) < TOUCHING).any() for each in heights)
     step = min(MARKER + 1.0, 0.7 * WIDTH_POINTS * along.nearest / len(groups)) if meet else 0.0
     return [step * (number - (len(groups) - 1) / 2) for number in range(len(groups))]
 
 
-def _limits(throughputs: Iterable[Sequence[float]]) -> tuple[float, float]:
+def _limits(throughputs: Iterable[float]) -> tuple[float, float]:
     """Return the ends of the axis of throughput: the lower is 0, or above it on a logarithmic one.
 
     Unlike models have that: the slow ones would all lie on the floor.
     """
-    ran = [value for values in throughputs for value in values if value > 0.0]
+    ran = [value for value in throughputs if value > 0.0]
     if ran and max(ran) > WIDE * min(ran):
         return min(ran) / LOG_ROOM, LOG_ROOM * max(ran)
     return 0.0, HEADROOM * max(ran, default=1.0)
@@ -246,10 +247,10 @@ def _draw_line(axes: Axes, rows: pd.DataFrame, along: Along, label: str, number:
         axes.plot(failed, [0.0] * len(failed), "x", clip_on=False, **style)
 
 
-def _finish(axes: Axes, along: Along, *, all_ran: bool) -> None:
+def _finish(axes: Axes, along: Along, limits: tuple[float, float], *, all_ran: bool) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    low, high = _limits([np.asarray(line.get_ydata(), dtype=float).tolist() for line in axes.lines])
+    low, high = limits
     if low > 0.0:
         axes.set_yscale("log")
         for line in axes.lines:

@@ -82,6 +82,7 @@ class StageEstimator:
             for i, example in enumerate(self._edge):
                 pair = np.array(self.oracle.measure(mesh, example, example + 1))
                 edges[i] = pair - nodes[example] - nodes[example + 1] if legal else np.inf
+            legal = legal and bool(np.isfinite(edges).all())
         table = np.zeros((count + 1, 2 * parts))
         if legal:
             table[1:, :parts] = np.cumsum(nodes, axis=0)

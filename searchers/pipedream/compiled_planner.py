@@ -31,7 +31,6 @@ def solve_level(
     bandwidth: float,
     released: bool,
     transfers: bool,
-    straight: bool,
     fewer: bool,
     memory: float,
     top: bool,
@@ -46,7 +45,7 @@ def solve_level(
         before: bool[s, s]. Order of the states.
         size, inner: Members of this level and of the one below.
         bandwidth: Bytes per second between members.
-        released, transfers, straight, fewer: See `PipeDreamOptions`.
+        released, transfers, fewer: See `PipeDreamOptions`.
         memory: Bytes that a member may stash.
         top: Whether only i = 0 is needed.
         table_of: int64[size + 1]. By the members that run a stage, the table of times; -1 where so many may not.
@@ -64,7 +63,7 @@ def solve_level(
     # The first stage's gradients are shared out over the level below, in the released optimizer.
     for i in range(last_i):
         for j in range(i, count):
-            for m in range(1, (1 if straight else size) + 1):
+            for m in range(1, size + 1):
                 stage_s = times[table_of[m], i, j] if table_of[m] >= 0 else np.inf
                 stash = np.ceil((size - m) / m) * (activations[i, j] + weights[i, j])
                 if stash > memory or stage_s == np.inf:
@@ -84,7 +83,7 @@ def solve_level(
                     if not before[j, k] or (i > 0 and not before[k, i - 1]):
                         continue
                     stage_bytes = weights[k + 1, j]
-                    for own in range(1, (1 if straight else m - 1) + 1):
+                    for own in range(1, m):
                         prefix = best[i, k, m - own - 1]
                         if prefix >= value:
                             continue

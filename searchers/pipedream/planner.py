@@ -121,7 +121,7 @@ def plan_pipeline(states: States, levels: Sequence[Level], options: PipeDreamOpt
     count = states.num_states
     tables = _Tables(states, levels, options)
     num_devices = int(np.prod([level.size for level in levels]))
-    most = options.max_replicas or num_devices
+    most = 1 if options.straight else options.max_replicas or num_devices
     bottleneck = float(tables.solved(len(levels) - 1, most)[0][0, count - 1, levels[-1].size - 1])
     if not np.isfinite(bottleneck):
         limits = []
@@ -172,7 +172,6 @@ class _Tables:
                 own.bytes_per_s,
                 options.data_parallel == "released",
                 options.transfers,
-                options.straight,
                 options.fewer_machines,
                 np.inf if options.memory_bytes is None else options.memory_bytes,
                 level == len(self.levels) - 1,

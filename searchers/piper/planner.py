@@ -222,12 +222,12 @@ def plan_piper(problem: PiperInput, *, knapsack: str = "greedy") -> PiperPlan:
     cuts = {degree: tables.cut_bytes(degree) for degree in tables.degrees}
     extra = np.stack([_extra_s(problem, cuts[degree], weights[degree], d) for degree, d, _ in choices])
     columns = np.array(choices, dtype=np.int64)
-    fastest = sum(
+    least_work_s = sum(
         min(degree * option.time_s for degree, own in options.items() for option in own)
         for options in problem.implementations
     )
     slowest = sum(float(each[np.isfinite(each)].max(initial=0.0)) for each in (times, extra))
-    bound = max(FIRST_BOUND * fastest / devices, 1e-12)
+    bound = max(FIRST_BOUND * least_work_s / devices, 1e-12)
     while True:
         value = fill(
             tables.num_ideals,

@@ -243,17 +243,35 @@ def test_an_interrupt_inside_a_class_statement_is_an_interrupt(
     assert code == 130 and "must run as Python" not in error
 
 
-@pytest.mark.parametrize("arguments", [["list", "models", "--json"], ["list", "models"]])
-def test_output_that_nobody_reads_is_no_limit_that_was_not_met(arguments: list[str]) -> None:
+def unread(*words: str, unbuffered: bool = False) -> tuple[int, str]:
+    """Return exit code and standard error of Python with a standard output that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "windtunnel", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
         )
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("arguments", [["list", "models", "--json"], ["list", "models"], ["--version"]])
+def test_output_that_nobody_reads_is_no_limit_that_was_not_met(arguments: list[str], unbuffered: bool) -> None:
+    assert unread("-m", "windtunnel", *arguments, unbuffered=unbuffered) == (141, "")
+
+
+def test_what_goes_wrong_is_told_though_nobody_reads_the_output() -> None:
+    code = (
+        "import sys, experiments.cli as cli\n"
+        "@cli.app.command('prints')\n"
+        "def prints(): print('something'); raise ValueError('what is wrong')\n"
+        "sys.argv = ['windtunnel', 'prints']; cli.main()"
+    )
+    assert "error: what is wrong" in unread("-c", code)[1]
 
 
 def test_a_searcher_file_that_exits_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

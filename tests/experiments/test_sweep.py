@@ -25,7 +25,7 @@ from experiments import progress as progress_module
 from experiments.sweep import progress as sweep_progress
 from experiments.sweep.files import COLUMNS, INPUTS
 from experiments.sweep.job import Job, OtherCodeError, run_job
-from experiments.sweep.plots import MARKER, _along, _draw_line, _finish, _shifts
+from experiments.sweep.plots import MARKER, _along, _draw_line, _finish, _limits, _shifts
 from experiments.sweep.run import Progress, Sweep, load_sweep, sweep
 from experiments.sweep.workers import interrupts_wait
 from simulator.plan_file import load_plan
@@ -264,9 +264,10 @@ def meeting(values: list[list[float]]) -> Axes:
     for rows in groups:
         rows["status"] = ["ok" if value else "failed" for value in rows["samples_per_s"]]
     axes = Figure().add_subplot()
-    for number, shift in enumerate(_shifts(groups, along)):
+    limits = _limits([value for own in values for value in own])
+    for number, shift in enumerate(_shifts(groups, along, limits)):
         _draw_line(axes, groups[number], along, str(number), number, shift)
-    _finish(axes, along, all_ran=True)
+    _finish(axes, along, limits, all_ran=True)
     return axes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -410,5 +411,7 @@ def test_a_dtype_that_the_gpus_lack_is_what_every_searcher_says(name: str) -> No
     """Some took it for a model that no degree divides, or for too little memory."""
     spec = ProblemSpec(model="gpt3-350m", cluster="v100-32g-dgx1:1x4", runtime="pytorch-ddp", global_batch=4)
     problem = replace(spec.load(), workload=build_workload("gpt3-350m", overrides={"layers": 4}), spec=None)
-    with pytest.raises(ValueError, match=r"matmul curves for \(fp16, fp32\), got 'bf16' of runtime pytorch-ddp"):
+    words = r"matmul curves for \(fp16, fp32\), got 'bf16' of runtime pytorch-ddp"
+    with pytest.raises(ValueError, match=words) as caught:
         searcher_named(name).search(problem, Budget(evaluations=20), 0)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # as processes hand it over

@@ -127,6 +127,14 @@ def test_no_profiling_run_is_a_report_plan() -> None:
             {"models": {"a b": MODEL, "a_b": MODEL}, "report": [{"model": "a b"}, {"model": "a_b"}], "calibration": []},
             r"files of 'a_b' \(a_b\) would be those of 'a b' too",
         ),
+        (
+            {
+                "models": {"a": MODEL, "a.calibration": MODEL},
+                "report": [{"model": "a.calibration"}, {"model": "a"}],
+                "calibration": [],
+            },
+            r"files of 'a' \(a\.calibration\) would be those of 'a\.calibration' too",
+        ),
     ],
 )
 def test_a_bad_campaign_says_where_and_what(changes: dict[str, Any], message: str) -> None:

@@ -52,7 +52,11 @@ def test_a_damaged_round_is_refused_before_anything_runs(
 def test_rounds_of_another_torch_are_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     campaign = campaign_from_mapping(ALONE, "alone.yaml")
     (unit,) = work = campaign_work(campaign)
+    today = campaign_run.versions()
+    monkeypatch.setattr(campaign_run, "versions", lambda: {"torch": "1.8.0", "python": "3.11"})
     prepare_folder(campaign, tmp_path, with_profiling=True)
+    monkeypatch.setattr(campaign_run, "versions", lambda: today)
+    prepare_folder(campaign, tmp_path, with_profiling=True)  # nothing was measured before torch was updated
     jobs = [measurement_mapping(ran_out_of_memory(job, "cpu"), with_trace=False) for job in unit.jobs]
     (tmp_path / "rounds" / "001-gpt.json").write_text(json.dumps({"format": FORMAT, "jobs": jobs}))
     monkeypatch.setattr(campaign_run, "versions", lambda: {"torch": "1.9.0", "python": "3.11"})

@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("torch", reason="the executor needs torch (extra: validation)")
 
-from simulator.plan import Axis, Plan
+from simulator.plan import Axis, Plan, resolve, run_lengths
 from simulator.problem import ProblemSpec
+from simulator.profiled_costs import profiled_as
 from simulator.uniform import uniform_plan
 from validation.campaigns.definition import Campaign
 from validation.campaigns.plan_campaign import plan_campaign
-from validation.campaigns.work import campaign_work
+from validation.campaigns.work import campaign_work, sizes_of
 
 MODEL = (
     "family: gpt\nname: small gpt\nlayers: 4\nhidden: 64\nheads: 4\nseq_len: 32\nvocab: 128\n"
@@ -84,3 +85,20 @@ def test_operators_that_all_ranks_repeat_are_profiled_whole(tmp_path: Path) -> N
     plan = Plan((replace(stage, shardings=whole),), 2, 2)
     (unit,) = campaign_work(plan_campaign(spec, plan, name="mine"))
     assert {(run.samples, run.tensor_size) for run in unit.profiling.operators} == {(2, 1)}
+
+
+def test_operators_are_profiled_as_a_profile_has_them(tmp_path: Path) -> None:
+    """A layer that all ranks repeat, among others that are cut: its operators have the row of one rank."""
+    (tmp_path / "model.yaml").write_text(MODEL)
+    spec = ProblemSpec(str(tmp_path / "model.yaml"), "local-cpu:1x2", "windtunnel-executor-fp32", 4)
+    problem = spec.load()
+    operators = problem.workload.operators
+    (stage,) = uniform_plan(problem, tp=2, microbatch=2).stages
+    words = [(Axis("replicate", 2),) if op.role.startswith("mlp") else (Axis("tensor", 2),) for op in operators]
+    plan = Plan((replace(stage, shardings=run_lengths(words)),), 2, 2)
+    rows = {
+        (2, measured_as[0])
+        for op, word in zip(operators, words, strict=True)
+        if (measured_as := profiled_as(op, resolve(word, op))) is not None
+    }
+    assert rows == {(2, 1), (2, 2)} == sizes_of(plan, problem)

@@ -354,12 +354,12 @@ def _check_files(units: Iterable[str], source: str) -> None:
     """Refuse units whose files would be one another's, or those of what is measured of no unit."""
     taken = {COMMUNICATION: f"the campaign's own {COMMUNICATION}"}
     for unit in units:
-        stem = file_stem(unit)
-        if stem in taken:
-            raise DataFileError(
-                source, f"the files of {unit!r} ({stem}) would be those of {taken[stem]} too; give another name"
-            )
-        taken[stem] = repr(unit)
+        for stem in (file_stem(unit), f"{file_stem(unit)}.calibration"):
+            if stem in taken:
+                raise DataFileError(
+                    source, f"the files of {unit!r} ({stem}) would be those of {taken[stem]} too; give another name"
+                )
+            taken[stem] = repr(unit)
 
 
 def _check_disjoint(calibration: Sequence[CampaignPlan], report: Sequence[CampaignPlan], source: str) -> None:

@@ -147,7 +147,7 @@ def _check_versions(folder: Path) -> None:
     """Refuse to add rounds to those of another torch or Python: their medians would be of neither."""
     theirs, here = _identity(folder).versions, versions()
     other = [f"{name} {own}, here {here[name]}" for name, own in theirs.items() if here.get(name, own) != own]
-    if other and any((folder / "rounds").iterdir()):
+    if other:
         raise ValueError(
             f"rounds of one campaign must be measured with the same versions, but those in {folder} are of "
             f"{'; '.join(other)}; give another -o, or install those"
@@ -164,9 +164,13 @@ def missing_devices(campaign: Campaign) -> str:
 
 def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) -> None:
     """Make the folder, or check that its results are of this campaign and machine."""
-    path = folder / "campaign.json"
-    if not path.exists():
-        (folder / "rounds").mkdir(parents=True, exist_ok=True)
+    path, rounds = folder / "campaign.json", folder / "rounds"
+    rounds.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        theirs, _ = measured_on(campaign, folder, with_profiling=with_profiling)
+        if machine_name() != theirs:
+            raise _another("machine", folder, theirs, machine_name())
+    if not path.exists() or not any(rounds.iterdir()):  # What is measured from now on is of today's versions.
         identity = {
             "format": "windtunnel-campaign-results-1",
             "campaign": campaign.name,
@@ -177,10 +181,6 @@ def prepare_folder(campaign: Campaign, folder: Path, *, with_profiling: bool) ->
             "with_profiling": with_profiling,
         }
         write_text_atomically(path, dump_json(identity))
-        return
-    theirs, _ = measured_on(campaign, folder, with_profiling=with_profiling)
-    if machine_name() != theirs:
-        raise _another("machine", folder, theirs, machine_name())
 
 
 def measured_on(campaign: Campaign, folder: Path, *, with_profiling: bool) -> tuple[str, str]:

@@ -171,18 +171,20 @@ def profiled_sizes(calibration: Sequence[CampaignPlan], report: Sequence[Campaig
 def sizes_of(plan: Plan, problem: Problem) -> set[SizeAndDegree]:
     """Return samples per rank and tensor-parallel degree of every operator of a plan.
 
-    What all ranks repeat is measured beside what is cut in as many parts, if anything is: else whole.
+    What can only be repeated by all ranks is measured beside what is cut in as many parts, if anything is: else whole,
+    as what could be cut and is repeated (see `profiled_as`).
     """
     found, repeated = set[SizeAndDegree](), set[tuple[int, int, int]]()
     for stage in plan.stages:
         for index, word in zip(stage.indices(), stage.sharding_per_operator(), strict=True):
-            axes = resolve(word, problem.workload.operators[index])
+            op = problem.workload.operators[index]
+            axes = resolve(word, op)
             replicas = prod(axis.size for axis in axes if axis.split == "batch")
             parts = prod(axis.size for axis in axes if axis.split not in ("batch", "replicate"))
             ranks = prod(axis.size for axis in axes if axis.split != "batch")
             for size in {plan.microbatch_size, plan.last_microbatch_size or plan.microbatch_size}:
                 samples = -(-size // replicas)
-                if parts == ranks:
+                if parts == ranks or op.tensor_split != "replicate":
                     found.add((samples, parts))
                 else:
                     repeated.add((samples, parts, ranks))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from searchers.alpa import simulator_oracle
 from searchers.alpa.intra_op import IntraOpOptions
-from searchers.alpa.meshes import all_logical_meshes
-from searchers.alpa.oracle import CostModelOracle, SearchCost
+from searchers.alpa.meshes import LogicalMesh, all_logical_meshes
+from searchers.alpa.oracle import NOT_LEGAL, CostModelOracle, SearchCost, StageCost
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.mpe.estimator import StageEstimator
 from searchers.mpe.holistic import shortest_path
@@ -101,6 +101,22 @@ def test_on_additive_costs_the_estimate_is_exact_and_the_naive_one_is_not() -> N
     whole = int(embedding["vocab"]) * int(embedding["hidden"]) * problem.runtime.tied_gradient_bytes
     assert min(waits) >= 0.0 and max(waits) <= whole
     assert worst > 0.1  # layers alone: each brings its own working memory
+
+
+class _PairRefused(CostModelOracle):
+    """Two neighbours that are legal alone and not together."""
+
+    def measure(self, mesh: LogicalMesh, first: int, last: int) -> StageCost:
+        return NOT_LEGAL if (first, last) == (0, 1) else super().measure(mesh, first, last)
+
+
+def test_no_stage_is_free_because_two_neighbours_are_not_legal_together() -> None:
+    """Sums over what is infinite are no numbers further on; what is below nothing is nothing."""
+    costs = cost_tables(tiny_problem(2, 8))
+    oracle = _PairRefused(costs, costs.problem.workload.layers, 2, 4, IntraOpOptions())
+    estimator = StageEstimator(oracle, costs, "none")
+    for mesh in all_logical_meshes(costs.problem.hardware.cluster):
+        assert estimator.lookup(mesh, 2, 3) == NOT_LEGAL
 
 
 def test_the_simulator_as_oracle_counts_hosts_and_peaks() -> None:
