@@ -207,7 +207,8 @@ def _operator_s(view: StageView, index: int, phase: str, calibration: Calibratio
     cost: OperatorCost = view.costs.operator(index, sharding, samples, view.gpu_type)
     seconds = float(getattr(cost, phase).device_s)
     measured_as = profiled_as(workload.operators[index], sharding)
-    raw = calibration.raw(role, samples, measured_as[0]) if measured_as else None
+    # Only the usual split of an operator was run alone.
+    raw = calibration.raw(role, samples, measured_as[0]) if measured_as and measured_as[1] == "default" else None
     is_forward = phase in (FORWARD, RECOMPUTED)
     whole = cost.forward.device_s if is_forward else cost.backward.device_s
     if raw is None or whole <= 0:
