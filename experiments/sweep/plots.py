@@ -129,7 +129,7 @@ def plot_sweep(table: pd.DataFrame, path: Path, *, title: str) -> str | None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     along = _along(axis, table[axis])
-    limits = _limits(table["samples_per_s"][table["status"] == "ok"].tolist())
+    limits = _limits(table["samples_per_s"][table["status"] == "ok"].dropna().tolist())
     shifts = _shifts([rows for _, rows in groups], along, limits)
     for number, (values, rows) in enumerate(groups):
         words = [_word(name, value) for name, value in zip(others, values, strict=True)]
