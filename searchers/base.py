@@ -110,7 +110,7 @@ class UnfitResultError(ValueError):
 def is_refusal(error: BaseException) -> TypeGuard[ValueError]:
     """Return whether a searcher said by an error that it does not apply: by a plain ValueError; others are accidents.
 
-    Or that there is no such dtype on the devices, which is in what they know.
+    So does the error of the cost tables, which every searcher asks, where the devices lack a dtype.
 
     >>> is_refusal(ValueError("needs four devices")), is_refusal(DtypeError("bf16", known=("fp16",)))
     (True, True)

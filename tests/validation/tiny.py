@@ -39,6 +39,10 @@ SPECS: dict[str, ModelSpec] = {
     "t5-megatron": T5Spec.model_validate(
         {**TEXT, "name": "tiny-t5-megatron", "decoder_seq_len": 4, "style": "megatron", "activation": "gelu"}
     ),
+    "t5-megatron-3": T5Spec.model_validate(
+        {**TEXT, "name": "tiny-t5-megatron-3", "layers": 3, "decoder_seq_len": 4, "style": "megatron",
+         "activation": "gelu"}
+    ),
     "swin": SwinSpec.model_validate(
         {"name": "tiny-swin", "depths": (2, 2), "hidden": 16, "heads": (2, 4), "image": 16, "patch": 2, "window": 4,
          "classes": 10}

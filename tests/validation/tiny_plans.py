@@ -227,9 +227,9 @@ def four_processes() -> list[Case]:
         uniform_plan(gpt, pp=4, microbatch=1, schedule="zb-h1", recompute="full"))  # fmt: skip
     chunks = uniform_plan(gpt, pp=2, dp=2, microbatch=1, schedule="interleaved", chunks=2, zero=1)
     add("gpt pp2 dp2, interleaved, ZeRO-1", gpt, chunks)
-    t5 = problem("t5-megatron")  # of three layers a half: stages 0 and 2 of one pair of devices share embeddings
-    stages = uniform_plan(t5, pp=2, tp=2, microbatch=2, schedule="interleaved", chunks=2)
-    add("t5 pp2 tp2, interleaved, one pair of devices holds all of a tied weight", t5, stages)
+    t5 = problem("t5-megatron-3")  # Stages 0 and 2, of one pair of devices, share position embeddings.
+    chunks = uniform_plan(t5, pp=2, tp=2, microbatch=2, schedule="interleaved", chunks=3)
+    add("t5 pp2 tp2, interleaved, one pair of devices holds all of a tied weight", t5, chunks)
     t5 = problem("t5")
     count = len(t5.workload)
     parts = [(count // 4, [0], ALONE), (count // 2, [1], ALONE), (3 * count // 4, [2], ALONE), (-1, [3], ALONE)]

@@ -17,6 +17,7 @@ from searchers.alpa.oracle import NOT_LEGAL, CostModelOracle, SearchCost, StageC
 from searchers.alpa.simulator_oracle import NoisyOracle, SimulatorOracle
 from searchers.mpe.estimator import StageEstimator
 from searchers.mpe.holistic import shortest_path
+from searchers.mpe.searcher import Mpe
 from simulator.costs import cost_tables
 from simulator.plan import Plan
 from simulator.problem import Problem, ProblemSpec
@@ -101,6 +102,24 @@ def test_on_additive_costs_the_estimate_is_exact_and_the_naive_one_is_not() -> N
     whole = int(embedding["vocab"]) * int(embedding["hidden"]) * problem.runtime.tied_gradient_bytes
     assert min(waits) >= 0.0 and max(waits) <= whole
     assert worst > 0.1  # layers alone: each brings its own working memory
+
+
+@pytest.mark.parametrize(("model", "off"), [("bert-large", (0.0, 1e-9)), ("wide-resnet-500m", (0.02, 0.03))])
+def test_it_is_exact_where_layers_choose_by_their_neighbours_and_near_where_choices_reach_further(
+    model: str, off: tuple[float, float]
+) -> None:
+    spec = ProblemSpec(model=model, cluster="v100-32g-dgx1:1x4", runtime="dapple-tensorflow", global_batch=16)
+    problem, searcher = spec.load(), Mpe()
+    spans = searcher.layers(problem)
+    oracle = CostModelOracle(cost_tables(problem), spans, 4, 4, IntraOpOptions())
+    estimator = StageEstimator(oracle, oracle.costs, "none")
+    last, errors = len(spans) - 1, []
+    for mesh in itertools.chain.from_iterable(searcher.meshes(problem)):
+        for first in range(last - 1):
+            for stop in (first + 2, last):
+                exact, found = oracle.measure(mesh, first, stop), estimator.lookup(mesh, first, stop)
+                errors += [abs(found.seconds / exact.seconds - 1)] if np.isfinite(exact.seconds) else []
+    assert off[0] <= max(errors) <= off[1]
 
 
 class _PairRefused(CostModelOracle):
